@@ -1,0 +1,126 @@
+"""Every group option composes into the typed records, and what does not fit is refused in one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from vgen import app, typed
+from vgen.config import Config, from_mapping, to_mapping
+from vgen.models.ltx2.config import from_official
+from vgen.requests import build_requests
+from vgen.typed import ConfigurationError
+from vgen.validate import validate, validate_request
+
+CONF = Path(app.conf_dir())
+GROUPS = ("task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "launcher")
+OPTIONS = [(group, path.stem) for group in (*GROUPS, "experiment") for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+def compose_mapping(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        container = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def check(*overrides: str, num_gpus: int | None = 0) -> Config:
+    config = from_mapping(compose_mapping(*overrides))
+    assert config.model.architecture is not None
+    validate(config, build_requests(config.request), from_official(config.model.architecture), num_gpus)
+    return config
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_validates(group: str, option: str, tmp_path: Path) -> None:
+    overrides = [f"{'+' if group == 'experiment' else ''}{group}={option}"]
+    if (group, option) == ("task", "decode"):
+        overrides.append(f"task.latents={tmp_path}")
+    config = check(*(["experiment=" + option] if group == "experiment" else overrides))
+    assert from_mapping(to_mapping(config)) == config
+
+
+def test_every_group_of_the_record_has_a_folder() -> None:
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, "experiment", "hydra"}
+
+
+def test_tiny_has_work_for_four_ranks() -> None:
+    config = check()
+    assert config.model.architecture is not None
+    transformer = config.model.architecture["transformer"]
+    assert transformer["num_attention_heads"] % 4 == 0
+    assert config.request.height >= 128 and config.request.width >= 128 and config.request.num_frames >= 17
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("request.height=720", "request.height=720 is not a multiple of 32; use 704 or 736"),
+        ("request.width=1080", "request.width=1080 is not a multiple of 32; use 1056 or 1088"),
+        ("request.height=32", "request.height=32 is not a multiple of 32 and at least 64; use 64"),
+        ("request.num_frames=120", "request.num_frames=120 is not 8k \\+ 1; use 113 or 121"),
+        ("request.num_frames=0", "use 1$"),
+        ("request.fps=0", "outside 1 to 240"),
+        ("request.seed=-1", "outside 0 to"),
+        ("request.seed=1.5", "request.seed=1.5 is not a whole number"),
+        ("request.audio=3", "request.audio=3 is not true or false"),
+        ("output.save=[mp4,gif]", r"output.save\[1\]='gif' is not a choice; use one of: mp4, latents, frames"),
+        ("output.save=mp4", "is not a list"),
+        ("output.save=[]", "throw the video away"),
+        ("output.video_crf=60", "outside H.264's"),
+        ("device=tpu", "device='tpu' is not a choice"),
+        ("device=cuda", "no CUDA device"),
+        ("parallel.data_size=0", "not a number of ranks"),
+        ("parallel.cfg_size=2", "not built yet"),
+        ("parallel.vae_strategy=halo", "is not a choice; use one of: auto, whole, tile"),
+        ("sampler.steps=0", "denoises nothing"),
+        ("sampler.video.cfg_scale=nan", "not a scale"),
+        ("sampler.audio.rescale_scale=1.5", "outside 0"),
+        ("bench.warmup=-1", "negative"),
+        ("bench.repeats=0", "runs nothing"),
+        ("task.latents=/nowhere", "does not exist"),
+        ("model.text_encoder.max_length=100", "not a multiple of the connectors' 32 registers; use 96"),
+        ("model.vae.tile_size=100", "multiple of 32"),
+        ("+foo=1", "'foo' is not a setting"),
+        ("+request.hieght=1", "'request.hieght' is not a setting; did you mean 'height'"),
+        ("model.name=???", "model.name is not set"),
+        ("model.attention=fa3", "is not a choice; use one of: sdpa"),
+    ],
+)
+def test_one_sentence_for_what_does_not_fit(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        check(override)
+    assert "\n" not in str(caught.value)
+
+
+def test_inline_needs_one_rank() -> None:
+    with pytest.raises(ConfigurationError, match="launcher.inline=true runs one rank"):
+        check("launcher.inline=true", "parallel.data_size=2")
+
+
+def test_more_ranks_than_devices() -> None:
+    with pytest.raises(ConfigurationError, match=r"4 ranks and this machine shows 2 CUDA device\(s\)"):
+        check("parallel.data_size=4", num_gpus=2)
+    check("parallel.data_size=4", "device=cpu", num_gpus=2)
+    check("parallel.data_size=4", num_gpus=None)
+
+
+def test_a_request_of_a_file_is_named_by_its_number() -> None:
+    request = build_requests(from_mapping(compose_mapping("request.width=100")).request)[0]
+    with pytest.raises(ConfigurationError, match="request 0: request.width=100"):
+        validate_request(request, several=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("model.chekpoint", "did you mean 'checkpoint'"),
+        ("modl", "did you mean 'model'"),
+        ("request.height.x", "'request.height' has no parts"),
+        ("nothing.like.it", "known here: task, model"),
+    ],
+)
+def test_unknown_settings_suggest_the_known_one(path: str, sentence: str) -> None:
+    assert sentence in typed.unknown_setting(Config, path)

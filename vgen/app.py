@@ -1,0 +1,239 @@
+"""The Hydra parent: composes, checks, starts the ranks of each job, and settles the exit code. Never imports torch."""
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launchers.devices import count_gpus
+from launchers.environment import node_layout
+from launchers.supervisor import JobFailed, JobInterrupted, run_ranks
+from vgen import arguments, record, typed
+from vgen.checkpoint_files import CheckpointError
+from vgen.config import Config, from_mapping
+from vgen.job import Job, plan_job
+from vgen.requests import build_requests
+from vgen.typed import ConfigurationError
+from vgen.validate import validate
+
+log = logging.getLogger("vgen")
+
+_failed_jobs: list[Path] = []
+
+
+def conf_dir() -> str:
+    """The configuration folder: beside the packages in a checkout, inside ``vgen`` in an installed wheel."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent / "conf"
+    return str(checkout if (checkout / "config.yaml").is_file() else package / "conf")
+
+
+def main(entry: Callable[[], object]) -> None:
+    """Run the command line and exit: 0 only if all that was asked for is done."""
+    sys.argv[1:] = arguments.prepare(sys.argv[1:])
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions and are told in one sentence below
+    try:
+        entry()
+    except (HydraException, OmegaConfBaseException, ConfigurationError, OSError) as error:
+        say_error(explain(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say_error("interrupted")
+        sys.exit(130)
+    sys.exit(1 if _failed_jobs else 0)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def say_error(text: str) -> None:
+    sys.stderr.write(f"vgen: {text}\n")
+    sys.stderr.flush()
+
+
+def explain(error: BaseException) -> str:
+    """One sentence for an error of composing the configuration or of the output folder."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"the output folder {error.filename} cannot be written ({error.strerror}); set hydra.run.dir=<folder>"
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return typed.unknown_setting(Config, match[1])
+    if match := re.search(r"Could not find '(?:.*/)?([^'/]+)/([^'/]+)'.*?Available options in '[^']*':\s*(.*)", text, re.DOTALL):
+        listing = match[3].split("Config search path")[0]
+        options = ", ".join(line.strip() for line in listing.split("\n") if line.strip())
+        return f"{match[1]}={match[2]} is not an option; use one of: {options}"
+    if match := re.search(r"Ambiguous value for argument '([^']*)'", text):
+        return f"the argument {match[1]} has a comma; quote the text ('key=\"a,b\"'), use [a,b] for a list, or -m to sweep"
+    if "parsing override" in text or "LexerNoViableAlt" in text:
+        match = re.search(r"override '(.*?)'\n", text, re.DOTALL)
+        what = match[1] if match else text.split("\n")[0].removeprefix("LexerNoViableAltException: ")
+        return f"the argument {what} cannot be read; put text with spaces or signs in inner quotes: 'key=\"…\"'"
+    return " ".join(line.strip() for line in text.split("\n") if line.strip())
+
+
+def run_job(composed: DictConfig) -> float | None:
+    """Run one job of this command line; returns its seconds (None where it failed), for optimising sweepers."""
+    out_dir = Path(HydraConfig.get().runtime.output_dir)
+    started = time.time()
+    config: Config | None = None
+    data: dict[str, Any] = {}
+    try:
+        data = _resolve(composed)
+        config = from_mapping(data)
+        if _is_done(config, data, out_dir):
+            say(f"{out_dir}: done before, skipped")
+            return _metric(record.read_record(out_dir / "record.json"))
+        job = _prepare(config, out_dir)
+        _announce(job)
+        if config.launcher.dry_run:
+            say(f"{out_dir / 'job.json'} is written; start it with launchers/torchrun.sh")
+            return None
+        _run(job)
+        return _report(out_dir, config)
+    except JobInterrupted as error:
+        _fail(out_dir, data, config, error, kind="Interrupted", message=str(error), started=started)
+        raise SystemExit(130) from None
+    except JobFailed as error:
+        failure = error.failure
+        message = failure.message or str(error)
+        _fail(out_dir, data, config, error, kind=failure.kind or "RankFailed", message=message, rank=failure.rank,
+              stage=failure.stage, trace=failure.traceback, started=started)  # fmt: skip
+    except (ConfigurationError, CheckpointError, OmegaConfBaseException, OSError) as error:
+        _fail(out_dir, data, config, error, kind=type(error).__name__, message=explain(error), stage="validate",
+              started=started)  # fmt: skip
+    return None
+
+
+def _resolve(composed: DictConfig) -> dict[str, Any]:
+    container = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _is_done(config: Config, data: dict[str, Any], out_dir: Path) -> bool:
+    """A sweep sent again into its own folder goes on where it stopped."""
+    path = out_dir / "record.json"
+    if not path.is_file() or config.launcher.dry_run:
+        return False
+    earlier = record.read_record(path)
+    return earlier["status"] == "ok" and earlier["cell"] == record.cell_hash(data)
+
+
+def _prepare(config: Config, out_dir: Path) -> Job:
+    num_gpus = count_gpus() if config.device != "cpu" else 0
+    requests = build_requests(config.request)
+    job = plan_job(config, requests, out_dir, num_gpus=num_gpus, sweep=_sweep_name())
+    validate(config, requests, job.architecture, num_gpus)
+    job.write()
+    return job
+
+
+def _sweep_name() -> str | None:
+    hydra = HydraConfig.get()
+    return str(Path(hydra.sweep.dir)) if "MULTIRUN" in str(hydra.mode) else None
+
+
+def _announce(job: Job) -> None:
+    config = job.config
+    ranks = config.parallel.world_size
+    prompts = len(job.requests)
+    say(
+        f"{config.task.name} · {config.model.name} ({config.model.weights} weights) · {config.quant.mode} · "
+        f"{ranks} rank{'s' * (ranks > 1)} on {job.device} · {prompts} prompt{'s' * (prompts > 1)} · {job.out_dir}"
+    )
+
+
+def _run(job: Job) -> None:
+    command = [sys.executable, "-m", "vgen.worker", str(job.path)]
+    if job.config.launcher.inline:
+        from vgen import worker  # the debugger's way in; this is the one place where the parent meets torch
+
+        worker.run_inline(job.path)
+        return
+    environ = dict(os.environ)
+    if job.config.launcher.cpu_threads is not None:
+        environ["OMP_NUM_THREADS"] = str(job.config.launcher.cpu_threads)
+    run_ranks(
+        command,
+        world_size=job.config.parallel.world_size,
+        out_dir=job.out_dir,
+        environ=environ,
+        layout=node_layout(os.environ),
+        grace_s=job.config.launcher.grace_s,
+    )
+
+
+def _report(out_dir: Path, config: Config) -> float | None:
+    result = record.read_record(out_dir / "record.json")
+    for output in result["outputs"] or ():
+        say(f"  {_describe(out_dir, output)}")
+    timings = result["timings_s"]
+    stages = [(name, timings[name]) for name in ("load", "text_encode", "denoise", "decode_video", "decode_audio")]
+    say("  " + " · ".join(f"{name} {seconds:.2f} s" for name, seconds in [*stages, ("total", timings["total"])]
+                          if seconds is not None))  # fmt: skip
+    return _metric(result)
+
+
+def _describe(out_dir: Path, output: dict[str, Any]) -> str:
+    sound = f", sound {output['audio_seconds']:.2f} s" if output["has_audio"] else ""
+    return f"{out_dir / output['path']}: {output['width']}×{output['height']} × {output['num_frames']} at {output['fps']:g} fps{sound}"
+
+
+def _metric(result: dict[str, Any]) -> float | None:
+    total = result["timings_s"]["total"]
+    return None if total is None else float(total)
+
+
+def _fail(
+    out_dir: Path,
+    data: dict[str, Any],
+    config: Config | None,
+    error: BaseException,
+    *,
+    kind: str,
+    message: str,
+    started: float,
+    rank: int | None = None,
+    stage: str | None = None,
+    trace: str | None = None,
+) -> None:
+    """One sentence on the console, the traceback once in run.log, the record on disk."""
+    _failed_jobs.append(out_dir)
+    sentence = message.strip().split("\n")[0]
+    where = f"rank {rank}" + (f", {stage}" if stage else "") + ": " if rank is not None else ""
+    say_error(f"{where}{sentence}" + (f" (log: {out_dir / 'run.log'})" if rank is not None else ""))
+    log.error("%s%s\n%s", where, sentence, (trace or "").strip())
+    if config is not None and config.debug and trace:
+        sys.stderr.write(trace + "\n")
+    try:
+        record.write_failed(out_dir / "record.json", config=data, error=record.error_entry(kind, sentence, rank, stage),
+                            total_s=time.time() - started)  # fmt: skip
+    except OSError as write_error:
+        say_error(f"the record {out_dir / 'record.json'} cannot be written ({write_error.strerror})")
+
+
+class SweepCallback(Callback):
+    """Settles a sweep's exit code from the records, since its jobs may have run in other processes."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        rows = [(path.parent, json.loads(path.read_text())) for path in sorted(folder.glob("*/record.json"))]
+        if not rows:
+            return
+        failed = [path for path, row in rows if row["status"] != "ok"]
+        _failed_jobs.extend(path for path in failed if path not in _failed_jobs)
+        say(f"sweep: {len(rows) - len(failed)} of {len(rows)} jobs done, {folder}")
+

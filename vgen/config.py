@@ -1,0 +1,181 @@
+"""One frozen record for each configuration group; the values themselves live in ``conf/``.
+
+``vgen.app`` turns the composed configuration into a :class:`Config` once; nothing behind it sees Hydra or OmegaConf.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vgen import typed
+
+
+@dataclass(frozen=True)
+class TextEncoderConfig:
+    """``checkpoint``: folder or hub id of Gemma-3; ``null`` takes the one inside a diffusers folder."""
+
+    checkpoint: str | None
+    revision: str | None
+    max_length: int
+    """Text tokens; shorter prompts are padded, longer ones are cut with a warning."""
+    architecture: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class VaeConfig:
+    backend: Literal["native"]
+    tile_size: int
+    """Pixels of a tile along the long side."""
+    tile_overlap: int
+    tile_frames: int
+    tile_frames_overlap: int
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """What ``request`` and ``sampler`` take where the user says nothing."""
+
+    height: int
+    width: int
+    num_frames: int
+    fps: float
+    steps: int
+    negative_prompt: str
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str
+    family: Literal["ltx2"]
+    checkpoint: str | None
+    """Local path (single file or diffusers folder) or hub id; for example ``Lightricks/LTX-2/ltx-2-19b-dev.safetensors``."""
+    revision: str | None
+    weights: Literal["load", "random"]
+    weights_seed: int
+    architecture: dict[str, Any] | None
+    """Sizes for ``weights=random``, in the words of the official files' metadata; a checkpoint brings its own."""
+    text_encoder: TextEncoderConfig
+    vae: VaeConfig
+    attention: Literal["sdpa"]
+    request_defaults: RequestDefaults
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    data_size: int
+    cfg_size: int
+    ulysses_size: int
+    vae_size: int
+    vae_strategy: Literal["auto", "whole", "tile"]
+    vae_split: Literal["auto", "height", "width"]
+
+    @property
+    def world_size(self) -> int:
+        return max(self.data_size * self.cfg_size * self.ulysses_size, self.vae_size)
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    mode: Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    mode: Literal["eager"]
+
+
+@dataclass(frozen=True)
+class GuidanceConfig:
+    cfg_scale: float
+    """1 turns classifier-free guidance off."""
+    rescale_scale: float
+    """0 turns the rescale off."""
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    steps: int
+    schedule: Literal["official", "diffusers"]
+    video: GuidanceConfig
+    audio: GuidanceConfig
+
+
+@dataclass(frozen=True)
+class RequestConfig:
+    prompt: str
+    negative_prompt: str
+    prompts_file: str | None
+    seed: int
+    height: int
+    width: int
+    num_frames: int
+    fps: float
+    audio: bool
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    save: tuple[Literal["mp4", "latents", "frames"], ...]
+    video_crf: int
+    video_preset: str
+    audio_bitrate: int
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    name: Literal["wandb", "none"]
+    project: str
+    mode: Literal["auto", "online", "offline"]
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    warmup: int
+    repeats: int
+    peers: tuple[Literal["diffusers"], ...]
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    name: Literal["generate", "decode", "bench_decode", "bench_step"]
+    latents: str | None
+    """``decode`` only: a latents file, or the folder of the run that wrote it."""
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    inline: bool
+    """Run the only rank inside the parent process, for a debugger."""
+    dry_run: bool
+    """Write ``job.json`` and stop, for a launcher of your own."""
+    grace_s: float
+    cpu_threads: int | None
+
+
+@dataclass(frozen=True)
+class Config:
+    task: TaskConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    quant: QuantConfig
+    graph: GraphConfig
+    sampler: SamplerConfig
+    request: RequestConfig
+    output: OutputConfig
+    logger: LoggerConfig
+    bench: BenchConfig
+    launcher: LauncherConfig
+    device: Literal["auto", "cpu", "cuda"]
+    debug: bool
+
+
+def from_mapping(data: Mapping[str, Any]) -> Config:
+    """Raises ConfigurationError: see :func:`vgen.typed.build`."""
+    config: Config = typed.build(Config, data)
+    return config
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)
