@@ -1,0 +1,1 @@
+"""Tensor maths of sampling: schedules, solver steps, guidance."""
