@@ -1,0 +1,1 @@
+"""Native model parts: plain modules that import torch only."""

@@ -1,0 +1,51 @@
+"""What transforms must know about the LTX-2 transformer, as data: names, token dims, quantizable layers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Tokens = Literal["video", "audio", "text"]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One attention of a block: its name there, whose tokens ask, whose tokens are read."""
+
+    name: str
+    queries: Tokens
+    keys: Tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``blocks``: name of the list of blocks. ``attentions``: every attention of a block, each with ``attend``.
+
+    ``num_heads``: name of the attentions' attribute holding the number of heads. ``*_token_dim``: the dim that counts
+    tokens, in latents, context and velocities, in a per-token timestep, and in a position table.
+    ``quantizable``: ends of the names, inside a block, of the Linears that published quantized checkpoints quantize.
+    """
+
+    blocks: str
+    attentions: tuple[AttentionPlan, ...]
+    num_heads: str
+    stream_token_dim: int
+    timestep_token_dim: int
+    rope_token_dim: int
+    quantizable: tuple[str, ...]
+
+
+PLAN = Plan(
+    blocks="transformer_blocks",
+    attentions=(
+        AttentionPlan("attn1", queries="video", keys="video"),
+        AttentionPlan("attn2", queries="video", keys="text"),
+        AttentionPlan("audio_attn1", queries="audio", keys="audio"),
+        AttentionPlan("audio_attn2", queries="audio", keys="text"),
+        AttentionPlan("audio_to_video_attn", queries="video", keys="audio"),
+        AttentionPlan("video_to_audio_attn", queries="audio", keys="video"),
+    ),
+    num_heads="num_heads",
+    stream_token_dim=1,
+    timestep_token_dim=1,
+    rope_token_dim=2,
+    quantizable=(".to_q", ".to_k", ".to_v", ".to_out.0", ".net.0.proj", ".net.2"),
+)
