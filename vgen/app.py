@@ -20,8 +20,7 @@ from launchers.devices import count_gpus
 from launchers.environment import node_layout
 from launchers.supervisor import JobFailed, JobInterrupted, run_ranks
 from vgen import arguments, record, typed
-from vgen.checkpoint_files import CheckpointError
-from vgen.config import Config, from_mapping
+from vgen.config import Config, from_mapping, to_mapping
 from vgen.job import Job, plan_job
 from vgen.requests import build_requests
 from vgen.typed import ConfigurationError
@@ -71,12 +70,16 @@ def explain(error: BaseException) -> str:
         return f"the output folder {error.filename} cannot be written ({error.strerror}); set hydra.run.dir=<folder>"
     if match := re.search(r"Could not override '([^']+)'", text):
         return typed.unknown_setting(Config, match[1])
-    if match := re.search(r"Could not find '(?:.*/)?([^'/]+)/([^'/]+)'.*?Available options in '[^']*':\s*(.*)", text, re.DOTALL):
+    if match := re.search(
+        r"Could not find '(?:.*/)?([^'/]+)/([^'/]+)'.*?Available options in '[^']*':\s*(.*)", text, re.DOTALL
+    ):
         listing = match[3].split("Config search path")[0]
         options = ", ".join(line.strip() for line in listing.split("\n") if line.strip())
         return f"{match[1]}={match[2]} is not an option; use one of: {options}"
     if match := re.search(r"Ambiguous value for argument '([^']*)'", text):
-        return f"the argument {match[1]} has a comma; quote the text ('key=\"a,b\"'), use [a,b] for a list, or -m to sweep"
+        return (
+            f"the argument {match[1]} has a comma; quote the text ('key=\"a,b\"'), use [a,b] for a list, or -m to sweep"
+        )
     if "parsing override" in text or "LexerNoViableAlt" in text:
         match = re.search(r"override '(.*?)'\n", text, re.DOTALL)
         what = match[1] if match else text.split("\n")[0].removeprefix("LexerNoViableAltException: ")
@@ -87,33 +90,34 @@ def explain(error: BaseException) -> str:
 def run_job(composed: DictConfig) -> float | None:
     """Run one job of this command line; returns its seconds (None where it failed), for optimising sweepers."""
     out_dir = Path(HydraConfig.get().runtime.output_dir)
-    started = time.time()
+    started = time.monotonic()
     config: Config | None = None
     data: dict[str, Any] = {}
     try:
         data = _resolve(composed)
         config = from_mapping(data)
-        if _is_done(config, data, out_dir):
+        if _is_done(config, out_dir):
             say(f"{out_dir}: done before, skipped")
             return _metric(record.read_record(out_dir / "record.json"))
         job = _prepare(config, out_dir)
         _announce(job)
         if config.launcher.dry_run:
-            say(f"{out_dir / 'job.json'} is written; start it with launchers/torchrun.sh")
+            say(f"{job.path} is written; start it with launchers/torchrun.sh")
             return None
+        record.start_record(out_dir / "record.json", config=to_mapping(config))
         _run(job)
-        return _report(out_dir, config)
+        return _report(out_dir)
     except JobInterrupted as error:
-        _fail(out_dir, data, config, error, kind="Interrupted", message=str(error), started=started)
-        raise SystemExit(130) from None
+        _fail(out_dir, data, config, started, kind="Interrupted", message=str(error))
+        raise SystemExit(error.exit_code) from None
     except JobFailed as error:
         failure = error.failure
-        message = failure.message or str(error)
-        _fail(out_dir, data, config, error, kind=failure.kind or "RankFailed", message=message, rank=failure.rank,
-              stage=failure.stage, trace=failure.traceback, started=started)  # fmt: skip
-    except (ConfigurationError, CheckpointError, OmegaConfBaseException, OSError) as error:
-        _fail(out_dir, data, config, error, kind=type(error).__name__, message=explain(error), stage="validate",
-              started=started)  # fmt: skip
+        _fail(
+            out_dir, data, config, started, kind=failure.kind or "RankFailed", message=failure.message or str(error),
+            rank=failure.rank, stage=failure.stage, trace=failure.traceback,
+        )  # fmt: skip
+    except (ValueError, OmegaConfBaseException, OSError) as error:
+        _fail(out_dir, data, config, started, kind=type(error).__name__, message=explain(error), stage="validate")
     return None
 
 
@@ -123,13 +127,13 @@ def _resolve(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def _is_done(config: Config, data: dict[str, Any], out_dir: Path) -> bool:
+def _is_done(config: Config, out_dir: Path) -> bool:
     """A sweep sent again into its own folder goes on where it stopped."""
     path = out_dir / "record.json"
-    if not path.is_file() or config.launcher.dry_run:
+    if _sweep_name() is None or config.launcher.dry_run or not path.is_file():
         return False
     earlier = record.read_record(path)
-    return earlier["status"] == "ok" and earlier["cell"] == record.cell_hash(data)
+    return earlier["status"] == "ok" and earlier["cell"] == record.cell_hash(to_mapping(config))
 
 
 def _prepare(config: Config, out_dir: Path) -> Job:
@@ -173,10 +177,11 @@ def _run(job: Job) -> None:
         environ=environ,
         layout=node_layout(os.environ),
         grace_s=job.config.launcher.grace_s,
+        echo=job.config.debug,
     )
 
 
-def _report(out_dir: Path, config: Config) -> float | None:
+def _report(out_dir: Path) -> float | None:
     result = record.read_record(out_dir / "record.json")
     for output in result["outputs"] or ():
         say(f"  {_describe(out_dir, output)}")
@@ -201,28 +206,31 @@ def _fail(
     out_dir: Path,
     data: dict[str, Any],
     config: Config | None,
-    error: BaseException,
+    started: float,
     *,
     kind: str,
     message: str,
-    started: float,
     rank: int | None = None,
     stage: str | None = None,
     trace: str | None = None,
 ) -> None:
     """One sentence on the console, the traceback once in run.log, the record on disk."""
     _failed_jobs.append(out_dir)
-    sentence = message.strip().split("\n")[0]
-    where = f"rank {rank}" + (f", {stage}" if stage else "") + ": " if rank is not None else ""
+    sentence = " ".join(message.split())
+    where = f"rank {rank}{f' in {stage}' if stage else ''}: " if rank is not None else ""
     say_error(f"{where}{sentence}" + (f" (log: {out_dir / 'run.log'})" if rank is not None else ""))
     log.error("%s%s\n%s", where, sentence, (trace or "").strip())
-    if config is not None and config.debug and trace:
-        sys.stderr.write(trace + "\n")
+    if trace and config is not None and config.debug:
+        sys.stderr.write(f"{trace.rstrip()}\n")
     try:
-        record.write_failed(out_dir / "record.json", config=data, error=record.error_entry(kind, sentence, rank, stage),
-                            total_s=time.time() - started)  # fmt: skip
-    except OSError as write_error:
-        say_error(f"the record {out_dir / 'record.json'} cannot be written ({write_error.strerror})")
+        record.write_failed(
+            out_dir / "record.json",
+            config=to_mapping(config) if config else data,
+            error=record.error_entry(kind, sentence, rank, stage),
+            total_s=time.monotonic() - started,
+        )
+    except record.OutputError as error:
+        say_error(str(error))
 
 
 class SweepCallback(Callback):
@@ -236,4 +244,3 @@ class SweepCallback(Callback):
         failed = [path for path, row in rows if row["status"] != "ok"]
         _failed_jobs.extend(path for path in failed if path not in _failed_jobs)
         say(f"sweep: {len(rows) - len(failed)} of {len(rows)} jobs done, {folder}")
-

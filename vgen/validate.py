@@ -39,7 +39,9 @@ def _validate_parallel(config: Config, num_gpus: int | None) -> None:
     parallel = config.parallel
     for name in ("data_size", "cfg_size", "ulysses_size", "vae_size"):
         if getattr(parallel, name) < 1:
-            raise ConfigurationError(f"parallel.{name}={getattr(parallel, name)} is not a number of ranks; give 1 or more")
+            raise ConfigurationError(
+                f"parallel.{name}={getattr(parallel, name)} is not a number of ranks; give 1 or more"
+            )
     for name in ("cfg_size", "ulysses_size", "vae_size"):
         if getattr(parallel, name) > 1:
             raise ConfigurationError(
@@ -85,7 +87,9 @@ def _validate_output(config: Config) -> None:
     if not 0 <= config.output.video_crf <= 51:
         raise ConfigurationError(f"output.video_crf={config.output.video_crf} is outside H.264's 0 (best) to 51")
     if config.task.latents is not None and not Path(config.task.latents).exists():
-        raise ConfigurationError(f"task.latents={config.task.latents} does not exist; give a run's folder or latents file")
+        raise ConfigurationError(
+            f"task.latents={config.task.latents} does not exist; give a run's folder or latents file"
+        )
 
 
 def validate_request(request: Request, several: bool = False) -> None:

@@ -31,8 +31,12 @@ def build_sigmas(steps: int, *, schedule: str, video_tokens: int) -> Tensor:
         raise ValueError(f"schedule={schedule!r} is not known; use official or diffusers")
     tokens = _MAX_TOKENS if schedule == "official" else video_tokens
     shift = _BASE_SHIFT + (_MAX_SHIFT - _BASE_SHIFT) * (tokens - _BASE_TOKENS) / (_MAX_TOKENS - _BASE_TOKENS)
-    # float32 step by step, as both codes do: in float64 the lists part from theirs by more than 1e-6 at large shifts.
-    linear = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float32)[:-1]
+    # float32 step by step, as both codes do it; a sigma that is off by one unit in the last place moves the timestep
+    # embedding by 1e-5. They part in their first line: the official one makes its grid in float32.
+    if schedule == "official":
+        linear = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float32)[:-1]
+    else:
+        linear = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).float()
     factor = torch.tensor(math.exp(shift), dtype=torch.float32)
     shifted = factor / (factor + (1 / linear - 1))
     sigmas = torch.cat([_stretch(shifted), torch.zeros(1)])

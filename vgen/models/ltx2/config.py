@@ -160,6 +160,29 @@ _FIXED_TRANSFORMER = {
     "av_cross_ada_norm": True,
     "use_middle_indices_grid": True,
     "rope_type": "split",
+    "ff_bias": True,
+    "audio_ff_bias": True,
+    "use_keyframes_abs_pos_embedding": False,
+}
+_FIXED_DIFFUSERS_TRANSFORMER = {
+    "activation_fn": "gelu-approximate",
+    "qk_norm": "rms_norm_across_heads",
+    "norm_elementwise_affine": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+    "ff_bias": True,
+    "audio_ff_bias": True,
+    "use_prompt_embeddings": True,
+    "use_keyframes_abs_pos_embedding": False,
+    "causal_offset": 1,
+    "patch_size": 1,
+    "patch_size_t": 1,
+    "vae_scale_factors": [8, 32, 32],
+    "audio_patch_size": 1,
+    "audio_patch_size_t": 1,
+    "audio_scale_factor": AUDIO_COMPRESSION,
+    "audio_sampling_rate": 16000,
+    "audio_hop_length": 160,
 }
 _LTX2_3_SWITCHES = ("apply_gated_attention", "cross_attention_adaln", "caption_proj_before_connector")
 
@@ -266,7 +289,7 @@ def _official_connector(transformer: Mapping[str, Any], prefix: str, float64: bo
 
 
 def _official_video_decoder(vae: Mapping[str, Any]) -> VideoDecoderConfig:
-    _check_fixed(vae, "vae", {"dims": 3, "norm_layer": "pixel_norm"})
+    _check_fixed(vae, "vae", {"_class_name": "CausalVideoAutoencoder", "dims": 3, "norm_layer": "pixel_norm"})
     if _require(vae, "vae", "timestep_conditioning"):
         raise ConfigError("the checkpoint's config sets vae.timestep_conditioning; LTX-2 decoders have none")
     return VideoDecoderConfig(
@@ -356,6 +379,7 @@ def from_diffusers(configs: Mapping[str, Mapping[str, Any]]) -> LTX2Config:
         if transformer.get(switch, False):
             raise ConfigError(f"transformer/config.json sets {switch}, so it is LTX-2.3; this version runs LTX-2 2.0")
     t = "transformer"
+    _check_fixed(transformer, t, _FIXED_DIFFUSERS_TRANSFORMER)
     if _require(transformer, t, "rope_type") != "split":
         raise ConfigError(f"transformer/config.json has rope_type={transformer['rope_type']!r}; LTX-2 uses 'split'")
     if transformer.get("audio_num_attention_heads") != _require(transformer, t, "num_attention_heads"):
@@ -454,7 +478,8 @@ def _diffusers_vocoder(vocoder: Mapping[str, Any]) -> VocoderConfig:
     v = "vocoder"
     if vocoder.get("_class_name", "LTX2Vocoder") != "LTX2Vocoder" or vocoder.get("antialias", False):
         raise ConfigError("vocoder/config.json is not the LTX-2 2.0 vocoder; this version runs 2.0")
-    _check_fixed(vocoder, v, {"act_fn": "leaky_relu", "final_act_fn": "tanh", "final_bias": True})
+    activation = {"act_fn": "leaky_relu", "leaky_relu_negative_slope": 0.1, "final_act_fn": "tanh", "final_bias": True}
+    _check_fixed(vocoder, v, activation)
     return VocoderConfig(
         in_channels=_require(vocoder, v, "in_channels"),
         out_channels=_require(vocoder, v, "out_channels"),

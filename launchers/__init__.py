@@ -1,0 +1,1 @@
+"""Starts, watches and ends the rank processes of one job; imports no torch."""

@@ -1,0 +1,1 @@
+"""One readable function per model, from a request to its frames and sound."""

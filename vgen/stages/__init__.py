@@ -1,0 +1,1 @@
+"""The parts of a pipeline: text, latents, denoise, decode."""

@@ -1,0 +1,49 @@
+"""Prompts to the context both streams of the transformer attend to."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vgen.models.gemma3 import Tokenizer, encode_hidden_states
+from vgen.models.ltx2.connectors import TextConnectors
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Context:
+    """``video``, ``audio``: ``[1, L, D]`` of one prompt, every slot attended."""
+
+    video: Tensor
+    audio: Tensor
+
+
+@dataclass(frozen=True)
+class TextComponents:
+    tokenizer: Tokenizer
+    text_encoder: nn.Module
+    connectors: TextConnectors
+    max_length: int
+
+
+def encode_prompts(components: TextComponents, prompts: Sequence[str], device: torch.device) -> list[Context]:
+    """Encode prompts one at a time, so that a prompt's context does not depend on its neighbours."""
+    return [_encode_one(components, prompt, device) for prompt in prompts]
+
+
+def _encode_one(components: TextComponents, prompt: str, device: torch.device) -> Context:
+    tokens = components.tokenizer.tokenize([prompt], components.max_length)
+    if tokens.dropped[0]:
+        log.warning(
+            "the prompt is %d tokens longer than the %d that the text encoder takes; its end is cut: …%s",
+            tokens.dropped[0],
+            components.max_length,
+            prompt[-60:],
+        )
+    attention_mask = tokens.attention_mask.to(device)
+    hidden_states = encode_hidden_states(components.text_encoder, tokens.input_ids.to(device), attention_mask)
+    video, audio = components.connectors(hidden_states, attention_mask)
+    return Context(video, audio)

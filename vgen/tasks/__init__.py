@@ -1,0 +1,1 @@
+"""What one job does; one file per task."""

@@ -1,0 +1,56 @@
+"""``task=decode``: finish a run from the latents it saved."""
+
+import json
+import re
+from pathlib import Path
+
+from vgen import media, transforms
+from vgen.metrics.timer import StageTimer
+from vgen.pipelines import ltx2
+from vgen.pipelines.types import Decoders
+from vgen.requests import Request
+from vgen.tasks.samples import SampleWriter
+from vgen.tasks.types import RankResult, TaskContext
+from vgen.typed import ConfigurationError
+
+
+def run(context: TaskContext) -> RankResult:
+    """Decode every latents file of ``task.latents`` (a file or a run's folder) into this job's folder."""
+    job, device, result = context.job, context.device, RankResult()
+    assert job.config.task.latents is not None
+    mine = find_latents(Path(job.config.task.latents))[context.data_rank :: context.data_size]
+    timer = StageTimer(device)
+    with timer("load"):
+        decoders = transforms.build_decoders(job, device)
+    result.add_once(timer)
+    for path in mine:
+        timer = StageTimer(device)
+        sink = _decode_file(context, decoders, path, timer)
+        result.add_request(timer)
+        result.outputs.append(sink.row())
+    return result
+
+
+def _decode_file(context: TaskContext, decoders: Decoders, path: Path, timer: StageTimer) -> SampleWriter:
+    config = context.job.config
+    video, audio, metadata = media.load_latents(path)
+    if "request" not in metadata:
+        raise media.OutputError(f"{path} does not say what was asked for; give a latents file of this program")
+    request = Request(**json.loads(metadata["request"]))
+    sink = SampleWriter(request, context.job.out_dir, config.output, decoders.audio.sample_rate)
+    sink.save_latents(video, audio)
+    dtype = transforms.DTYPES[config.quant.mode]
+    on_device = [None if latents is None else latents.to(context.device, dtype) for latents in (video, audio)]
+    assert on_device[0] is not None
+    ltx2.decode(decoders, on_device[0], on_device[1], sink, timer)
+    return sink
+
+
+def find_latents(path: Path) -> list[Path]:
+    """Raises ConfigurationError where there is nothing to decode."""
+    if path.is_file():
+        return [path]
+    files = sorted(path.glob("latents_*.safetensors"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))
+    if not files:
+        raise ConfigurationError(f"task.latents={path} holds no latents_<i>.safetensors; give the folder of a run")
+    return files

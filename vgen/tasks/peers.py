@@ -1,0 +1,89 @@
+"""Other implementations with the very same weights, for equal output first and a ratio after.
+
+diffusers is an optional extra (``pip install vgen[test]``); a module of ours lends it its tensors, nothing is copied.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vgen.models.ltx2 import keys
+from vgen.models.ltx2.config import TransformerConfig, VideoDecoderConfig
+from vgen.typed import ConfigurationError
+
+
+def diffusers_transformer(ours: nn.Module, config: TransformerConfig) -> nn.Module:
+    """``diffusers.LTX2VideoTransformer3DModel`` on our tensors."""
+    cls = _diffusers("LTX2VideoTransformer3DModel")
+    with torch.device("meta"):
+        peer = cls(
+            in_channels=config.in_channels,
+            out_channels=config.out_channels,
+            num_attention_heads=config.num_attention_heads,
+            attention_head_dim=config.attention_head_dim,
+            cross_attention_dim=config.width,
+            pos_embed_max_pos=int(config.rope_max_pos[0]),
+            base_height=int(config.rope_max_pos[1]),
+            base_width=int(config.rope_max_pos[2]),
+            audio_in_channels=config.audio_in_channels,
+            audio_out_channels=config.audio_out_channels,
+            audio_num_attention_heads=config.num_attention_heads,
+            audio_attention_head_dim=config.audio_attention_head_dim,
+            audio_cross_attention_dim=config.audio_width,
+            audio_pos_embed_max_pos=int(config.audio_rope_max_pos),
+            num_layers=config.num_layers,
+            norm_eps=config.norm_eps,
+            caption_channels=config.caption_channels,
+            rope_theta=config.rope_theta,
+            rope_double_precision=config.rope_float64,
+            timestep_scale_multiplier=config.timestep_scale_multiplier,
+            cross_attn_timestep_scale_multiplier=config.av_timestep_scale_multiplier,
+            rope_type="split",
+        )
+    return _lend(ours, peer, "transformer")
+
+
+def diffusers_video_decoder(ours: nn.Module, config: VideoDecoderConfig) -> nn.Module:
+    """``diffusers.AutoencoderKLLTX2Video`` with our decoder's tensors and no encoder."""
+    cls = _diffusers("AutoencoderKLLTX2Video")
+    ups = [block for block in config.blocks if block.kind == "compress_all"]
+    layers = [block.num_layers for block in config.blocks if block.kind == "res_x"]
+    width, channels = config.base_channels, []
+    for block in reversed(ups):
+        width *= block.multiplier
+        channels.append(width)
+    with torch.device("meta"):
+        peer = cls(
+            latent_channels=config.latent_channels,
+            out_channels=config.out_channels,
+            decoder_block_out_channels=tuple(channels),
+            decoder_layers_per_block=tuple(reversed(layers)),
+            decoder_spatio_temporal_scaling=(True,) * len(ups),
+            decoder_inject_noise=(False,) * len(layers),
+            upsample_type=("spatiotemporal",) * len(ups),
+            upsample_residual=tuple(block.residual for block in reversed(ups)),
+            upsample_factor=tuple(block.multiplier for block in reversed(ups)),
+            patch_size=config.patch_size,
+            decoder_causal=config.causal,
+            decoder_spatial_padding_mode=config.spatial_padding_mode,
+        )
+    peer.encoder = nn.Identity()
+    return _lend(ours, peer, "video_decoder")
+
+
+def _diffusers(name: str) -> Any:
+    try:
+        import diffusers
+    except ImportError:
+        raise ConfigurationError(
+            "bench.peers=[diffusers] needs diffusers, which is not installed; pip install 'vgen[test]' or bench.peers=[]"
+        ) from None
+    return getattr(diffusers, name)
+
+
+def _lend(ours: nn.Module, peer: nn.Module, component: str) -> nn.Module:
+    tensors = ours.state_dict()
+    names = {theirs: keys.from_diffusers(component, theirs) for theirs in peer.state_dict()}
+    peer.load_state_dict({theirs: tensors[mine] for theirs, mine in names.items()}, assign=True)
+    return peer.eval().requires_grad_(False)

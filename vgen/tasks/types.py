@@ -1,0 +1,46 @@
+"""What a task is given and what it gives back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vgen.job import Job
+from vgen.metrics.timer import StageTimer, reduce_max
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """One rank's view of its job. ``data_rank``: which share of the prompts this rank makes."""
+
+    job: Job
+    device: torch.device
+    data_rank: int
+    data_size: int
+
+
+@dataclass
+class RankResult:
+    """One rank's part of the record; plain values only, since it travels between ranks."""
+
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    request_timings: list[dict[str, Any]] = field(default_factory=list)
+    """Seconds by stage of each request this rank made, in order."""
+    job_timings: dict[str, Any] = field(default_factory=dict)
+    """Seconds of what runs once: load, warmup."""
+    memory_gib: dict[str, float] = field(default_factory=dict)
+    """Peak by stage."""
+    peak_gib: float = 0.0
+
+    def add_memory(self, timer: StageTimer) -> None:
+        self.memory_gib = reduce_max([self.memory_gib, timer.memory_gib()])
+        self.peak_gib = max(self.peak_gib, timer.peak_gib())
+
+    def add_once(self, timer: StageTimer) -> None:
+        """Take what a timer saw of work that is no request."""
+        self.job_timings.update({stage: seconds for stage, seconds in timer.timings().items() if stage != "total"})
+        self.add_memory(timer)
+
+    def add_request(self, timer: StageTimer) -> None:
+        self.request_timings.append(timer.timings())
+        self.add_memory(timer)
