@@ -22,8 +22,8 @@ def _through_hydra(arguments: list[str]) -> str:
 
 PROMPTS = [
     "a, b", "it's", 'say "go"', "'a' and 'b'", "{a: b}", "[1, 2]", "x=y", "a\nb", "日本、語 🦊", "true", "12", "1e5",
-    " lead", "trail ", "$", "${x}", "\\${x}", "$${x}", "${", "ends\\", "\\", "a\\'b", "#hash", "tab\t", "a:b", "(x)", "~",
-    "*", "\\n", "ends\\\n", "café — ©", "עברית", "%",
+    " lead", "trail ", "$", "${x}", "\\${x}", "$${x}", "${", "ends\\", "\\", "a\\'b", "#hash", "tab\t", "a:b", "(x)",
+    "~", "*", "\\n", "ends\\\n", "café — ©", "עברית", "%",
 ]  # fmt: skip
 
 

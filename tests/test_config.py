@@ -96,7 +96,7 @@ def test_one_sentence_for_what_does_not_fit(override: str, sentence: str) -> Non
 
 
 def test_inline_needs_one_rank() -> None:
-    with pytest.raises(ConfigurationError, match="launcher.inline=true runs one rank"):
+    with pytest.raises(ConfigurationError, match=r"launcher\.inline=true runs one rank"):
         check("launcher.inline=true", "parallel.data_size=2")
 
 
@@ -109,7 +109,7 @@ def test_more_ranks_than_devices() -> None:
 
 def test_a_request_of_a_file_is_named_by_its_number() -> None:
     request = build_requests(from_mapping(compose_mapping("request.width=100")).request)[0]
-    with pytest.raises(ConfigurationError, match="request 0: request.width=100"):
+    with pytest.raises(ConfigurationError, match=r"request 0: request\.width=100"):
         validate_request(request, several=True)
 
 

@@ -29,6 +29,7 @@ from vgen.validate import validate
 log = logging.getLogger("vgen")
 
 _failed_jobs: list[Path] = []
+_UNKNOWN_OPTION = r"Could not find '(?:.*/)?([^'/]+)/([^'/]+)'.*?Available options in '[^']*':\s*(.*)"
 
 
 def conf_dir() -> str:
@@ -185,6 +186,8 @@ def _report(out_dir: Path) -> float | None:
     result = record.read_record(out_dir / "record.json")
     for output in result["outputs"] or ():
         say(f"  {_describe(out_dir, output)}")
+    if (table := out_dir / "bench.txt").is_file():
+        say(table.read_text().rstrip())
     timings = result["timings_s"]
     stages = [(name, timings[name]) for name in ("load", "text_encode", "denoise", "decode_video", "decode_audio")]
     say("  " + " · ".join(f"{name} {seconds:.2f} s" for name, seconds in [*stages, ("total", timings["total"])]
@@ -194,7 +197,8 @@ def _report(out_dir: Path) -> float | None:
 
 def _describe(out_dir: Path, output: dict[str, Any]) -> str:
     sound = f", sound {output['audio_seconds']:.2f} s" if output["has_audio"] else ""
-    return f"{out_dir / output['path']}: {output['width']}×{output['height']} × {output['num_frames']} at {output['fps']:g} fps{sound}"
+    size = f"{output['width']}×{output['height']} × {output['num_frames']} at {output['fps']:g} fps"
+    return f"{out_dir / output['path']}: {size}{sound}"
 
 
 def _metric(result: dict[str, Any]) -> float | None:
@@ -236,7 +240,7 @@ def _fail(
 class SweepCallback(Callback):
     """Settles a sweep's exit code from the records, since its jobs may have run in other processes."""
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         rows = [(path.parent, json.loads(path.read_text())) for path in sorted(folder.glob("*/record.json"))]
         if not rows:

@@ -49,7 +49,7 @@ class ModelConfig:
     name: str
     family: Literal["ltx2"]
     checkpoint: str | None
-    """Local path (single file or diffusers folder) or hub id; for example ``Lightricks/LTX-2/ltx-2-19b-dev.safetensors``."""
+    """Local path (single file or diffusers folder) or hub id (``Lightricks/LTX-2/ltx-2-19b-dev.safetensors``)."""
     revision: str | None
     weights: Literal["load", "random"]
     weights_seed: int

@@ -1,7 +1,6 @@
-"""``bench.json`` and the console table of a benchmark task."""
+"""``bench.json`` and the table ``bench.txt`` of a benchmark task."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,5 +29,4 @@ def write_bench(
         lines.append(
             f"{row.name:24}{row.first_ms:10.1f}{row.median_ms:11.2f}{peak:>10}{entry['speed_ratio']:20.3f}{error:>12}"
         )
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    (out_dir / "bench.txt").write_text("\n".join(lines) + "\n")  # the parent shows it

@@ -1,6 +1,7 @@
 """``task=bench_decode``: whole and tiled decode of one request's size, and bench.peers, in one process."""
 
 import gc
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def _bench_diffusers(
     gc.collect()
 
     def decode() -> Tensor:
-        frames: Tensor = peer.decode(latents * std + mean, return_dict=False)[0]
+        frames: Tensor = cast(Any, peer).decode(latents * std + mean, return_dict=False)[0]
         return frames
 
     error = relative_error(reference, decode().cpu())

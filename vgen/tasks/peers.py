@@ -77,13 +77,18 @@ def _diffusers(name: str) -> Any:
         import diffusers
     except ImportError:
         raise ConfigurationError(
-            "bench.peers=[diffusers] needs diffusers, which is not installed; pip install 'vgen[test]' or bench.peers=[]"
+            "bench.peers=[diffusers] needs diffusers, which is not installed; "
+            "pip install 'vgen[test]' or use bench.peers=[]"
         ) from None
     return getattr(diffusers, name)
 
 
 def _lend(ours: nn.Module, peer: nn.Module, component: str) -> nn.Module:
-    tensors = ours.state_dict()
-    names = {theirs: keys.from_diffusers(component, theirs) for theirs in peer.state_dict()}
-    peer.load_state_dict({theirs: tensors[mine] for theirs, mine in names.items()}, assign=True)
+    tensors, layout = ours.state_dict(), keys.DIFFUSERS[component]
+    lent = {}
+    for name in peer.state_dict():
+        owner = keys.owner(name, {component: layout})
+        assert owner is not None, name
+        lent[name] = tensors[keys.rename(name, layout, owner[1])]
+    peer.load_state_dict(lent, assign=True)
     return peer.eval().requires_grad_(False)

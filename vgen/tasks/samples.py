@@ -102,6 +102,6 @@ class NullSink:
     def save_latents(self, video: Tensor, audio: Tensor | None) -> None:
         """Keeps nothing."""
 
-    def write(self, frames: Iterator[Tensor], waveform: Tensor | None) -> None:
+    def write(self, frames: Iterator[Tensor], waveform: Tensor | None) -> None:  # noqa: ARG002
         for _ in frames:
             pass
