@@ -169,7 +169,7 @@ def _run(job: Job) -> None:
         worker.run_inline(job.path)
         return
     environ = dict(os.environ)
-    if job.config.launcher.cpu_threads is not None:
+    if job.device == "cpu" and job.config.launcher.cpu_threads is not None:
         environ["OMP_NUM_THREADS"] = str(job.config.launcher.cpu_threads)
     run_ranks(
         command,

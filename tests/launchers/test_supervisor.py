@@ -442,6 +442,7 @@ import signal, sys
 from pathlib import Path
 from launchers.supervisor import JobInterrupted, run_ranks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup too
 before = signal.getsignal(signal.SIGTERM)
 try:
     run_ranks({command}, world_size=2, out_dir=Path({folder!r}), grace_s={grace_s}, console=False)
