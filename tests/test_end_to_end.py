@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from tests import tiny_ltx2
 
 ROOT = Path(__file__).parent.parent
