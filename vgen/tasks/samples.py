@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vgen import media, record
 from vgen.config import OutputConfig
+from vgen.progress import Bar, progress
 from vgen.requests import Request
 
 
@@ -36,9 +37,13 @@ class SampleWriter:
         Raises:
             OutputError: disk, constant video, or a file that is not what was asked for.
         """
+        with progress("decode, write", self._request.num_frames, unit="frames") as bar:
+            self._write(frames, waveform, bar)
+
+    def _write(self, frames: Iterator[Tensor], waveform: Tensor | None, bar: Bar) -> None:
         check = media.FrameCheck()
         kept: list[Tensor] = []
-        groups = self._to_host(frames, check, kept)
+        groups = self._to_host(frames, check, kept, bar)
         sound = None if waveform is None else (waveform, self._sample_rate)
         path, fields = self._path("latents", "safetensors"), self._asked_for(sound)
         if "mp4" in self._output.save:
@@ -60,7 +65,9 @@ class SampleWriter:
         assert self._row is not None
         return self._row
 
-    def _to_host(self, frames: Iterator[Tensor], check: media.FrameCheck, kept: list[Tensor]) -> Iterator[Tensor]:
+    def _to_host(
+        self, frames: Iterator[Tensor], check: media.FrameCheck, kept: list[Tensor], bar: Bar
+    ) -> Iterator[Tensor]:
         for group in frames:
             pixels = media.to_uint8(group)
             check.update(pixels)
@@ -68,6 +75,7 @@ class SampleWriter:
             if "frames" in self._output.save:
                 kept.append(host)
             yield host
+            bar.advance(len(host))
 
     def _write_mp4(self, groups: Iterator[Tensor], sound: tuple[Tensor, int] | None) -> dict[str, Any]:
         path, request = self._path("sample", "mp4"), self._request
