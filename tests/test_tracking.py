@@ -364,6 +364,7 @@ def test_a_hang_is_left_behind(
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "wandb").write_text("a file where the folder should be")
     use_run(open_run(Settings(mode="offline"), out_dir=tmp_path, config={}, name="job"), tmp_path)
+    assert (tmp_path / "wandb").read_text() == "a file where the folder should be"
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_peaks_are_of_a_stage_and_those_inside(monkeypatch: pytest.MonkeyPatch) 
 def test_the_null_timer_does_nothing() -> None:
     with null_timer("denoise"), null_timer("denoise"):
         null_timer.step()
+    assert not vars(null_timer)
 
 
 # ---------------------------------------------------------------- putting timings together

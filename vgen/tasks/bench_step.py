@@ -35,18 +35,18 @@ def run(context: TaskContext) -> RankResult:
 
     errors, rows = {}, []
     with torch.no_grad():
-        reference = ours()
         rows.append(measure("vgen eager", ours, device, warmup=bench.warmup, repeats=bench.repeats))
+        reference = ours()
         if "diffusers" in bench.peers:
             peer = peers.diffusers_transformer(transformer, job.architecture.transformer)
 
             def theirs() -> tuple[Tensor, Tensor]:
                 return _forward_diffusers(peer, geometry, latents, text)
 
+            rows.append(measure("diffusers eager", theirs, device, warmup=bench.warmup, repeats=bench.repeats))
             errors["diffusers eager"] = max(
                 relative_error(mine, other) for mine, other in zip(reference, theirs(), strict=True)
             )
-            rows.append(measure("diffusers eager", theirs, device, warmup=bench.warmup, repeats=bench.repeats))
     write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against="vgen eager")
     return result
 
