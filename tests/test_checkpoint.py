@@ -10,28 +10,63 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from tiny_ltx2 import HIDDEN_SIZE, NUM_STATES, official_tensors, tiny_checkpoints
+from tiny_ltx2 import (
+    HIDDEN_SIZE,
+    NUM_STATES,
+    Version,
+    build_upsampler,
+    official_tensors,
+    tiny_checkpoints,
+    write_official_upsampler,
+)
 from torch import Tensor, nn
 
-from vgen.checkpoint import TensorSource, component_source, diffusers_component, load_module, official_component
-from vgen.checkpoint_files import CheckpointError, read_header, resolve
+from vgen.checkpoint import (
+    TensorSource,
+    component_source,
+    diffusers_component,
+    load_module,
+    official_component,
+    upsampler_source,
+)
+from vgen.checkpoint_files import CheckpointError, read_header, resolve, resolve_upsampler
 from vgen.models.ltx2 import keys
+from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder
-from vgen.models.ltx2.config import LTX2Config, from_diffusers, from_official
+from vgen.models.ltx2.bandwidth import BandwidthExtendedVocoder
+from vgen.models.ltx2.config import LTX2Config
+from vgen.models.ltx2.config_diffusers import from_diffusers
+from vgen.models.ltx2.config_official import from_official
+from vgen.models.ltx2.config_upsampler import upsampler_from_diffusers, upsampler_from_official
 from vgen.models.ltx2.connectors import TextConnectors
 from vgen.models.ltx2.transformer import LTX2Transformer
+from vgen.models.ltx2.upsampler import LatentUpsampler
+from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.models.ltx2.vocoder import Vocoder
 
+
+def build_connectors(config: LTX2Config, hidden_size: int, num_states: int) -> nn.Module:
+    return TextConnectors(
+        config.video_connector, config.audio_connector, hidden_size, num_states, config.text_projection
+    )
+
+
 MODULES: Mapping[str, Callable[[LTX2Config], nn.Module]] = {
     "transformer": lambda config: LTX2Transformer(config.transformer),
-    "connectors": lambda config: TextConnectors(
-        config.video_connector, config.audio_connector, hidden_size=HIDDEN_SIZE, num_states=NUM_STATES
-    ),
+    "connectors": lambda config: build_connectors(config, HIDDEN_SIZE, NUM_STATES),
+    "video_encoder": lambda config: VideoEncoder(config.video_encoder),
     "video_decoder": lambda config: VideoDecoder(config.video_decoder),
+    "audio_encoder": lambda config: AudioEncoder(config.audio_encoder),
     "audio_decoder": lambda config: AudioDecoder(config.audio_decoder),
-    "vocoder": lambda config: Vocoder(config.vocoder),
+    "vocoder": lambda config: (
+        BandwidthExtendedVocoder(config.vocoder, config.bandwidth_extension)
+        if config.bandwidth_extension
+        else Vocoder(config.vocoder)
+    ),
 }
 
 
@@ -71,9 +106,10 @@ def refusal(call: Callable[[], object]) -> str:
     return message
 
 
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
 @pytest.mark.parametrize("component", MODULES)
-def test_both_layouts_load_to_the_written_tensors(component: str) -> None:
-    tiny = tiny_checkpoints()
+def test_both_layouts_load_to_the_written_tensors(component: str, version: Version) -> None:
+    tiny = tiny_checkpoints(version)
     official, diffusers = resolve(str(tiny.official)), resolve(str(tiny.diffusers))
     configs = from_official(official.config), from_diffusers(diffusers.config)
     loaded = []
@@ -99,6 +135,20 @@ def test_both_layouts_load_to_the_written_tensors(component: str) -> None:
     assert checked == len(loaded[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"rational": False}, {"scale": 1.5}, {"spatial": False, "temporal": True}])
+def test_an_upsampler_loads_from_both_layouts(options: dict[str, Any], tmp_path: Path) -> None:
+    written = build_upsampler(**options)
+    write_official_upsampler(written, tmp_path / "x.safetensors")
+    written.save_pretrained(tmp_path / "diffusers" / "latent_upsampler")
+    for asked, parse in (("x.safetensors", upsampler_from_official), ("diffusers", upsampler_from_diffusers)):
+        files = resolve_upsampler(str(tmp_path / asked))
+        module = on_meta(lambda parse=parse, files=files: LatentUpsampler(parse(files.config)))  # type: ignore[misc]
+        load_module(module, upsampler_source(files), device="cpu", dtype=torch.float32)
+        expected = written.state_dict()
+        assert module.state_dict().keys() == expected.keys()
+        assert all(tensor.equal(expected[name]) for name, tensor in module.state_dict().items())
+
+
 def test_the_parts_of_the_text_side_load_alone_as_well() -> None:
     checkpoint = resolve(str(tiny_checkpoints().diffusers))
     whole = on_meta(lambda: MODULES["connectors"](from_diffusers(checkpoint.config)))
@@ -111,25 +161,55 @@ def test_the_parts_of_the_text_side_load_alone_as_well() -> None:
         assert all(tensor.equal(expected[name]) for name, tensor in alone.state_dict().items())
 
 
-def test_modules_of_full_size_have_as_many_tensors_as_the_released_file() -> None:
-    """Counts of ltx-2-19b-dev.safetensors by prefix; 4052 tensors with the encoders and unused statistics."""
-    config = from_official(FULL_SIZE)
+def architecture(model: str) -> LTX2Config:
+    with initialize_config_dir(str(Path(__file__).parent.parent / "conf"), version_base=None):
+        config = compose("config", overrides=[f"model={model}"])
+    return from_official(OmegaConf.to_container(config.model.architecture, resolve=True))  # type: ignore[arg-type]
+
+
+RELEASED = {
+    "ltx2": {
+        "transformer": (3510, 18876.2),
+        "text_embedding_projection": (1, 722.5),
+        "video_embeddings_connector": (29, 354.5),
+        "audio_embeddings_connector": (29, 354.5),
+        "video_encoder": (94, 694.1),
+        "video_decoder": (92, 528.4),
+        "audio_encoder": (46, 21.3),
+        "audio_decoder": (58, 31.9),
+        "vocoder": (194, 55.6),
+    },
+    "ltx2_3": {
+        "transformer": (4186, 18988.8),
+        "text_embedding_projection": (4, 1156.1),
+        "video_embeddings_connector": (129, 1612.5),
+        "audio_embeddings_connector": (129, 403.6),
+        "video_encoder": (86, 318.9),
+        "video_decoder": (86, 407.2),
+        "audio_encoder": (46, 21.3),
+        "audio_decoder": (58, 31.9),
+        "vocoder": (1227, 128.5),
+    },
+}
+"""Tensors and million parameters of each part."""
+TENSORS_IN_FILE = {"ltx2": 4052, "ltx2_3": 5947}
+UNUSED_STATISTICS = {"ltx2": 3, "ltx2_3": 0}
+
+
+@pytest.mark.parametrize("model", RELEASED)
+def test_modules_of_full_size_have_as_many_tensors_as_the_released_file(model: str) -> None:
+    config = architecture(model)
     full = {name: on_meta(partial(build, config)) for name, build in MODULES.items() if name != "connectors"}
-    text = on_meta(lambda: TextConnectors(config.video_connector, config.audio_connector, 3840, 49))
+    text = on_meta(lambda: build_connectors(config, 3840, 49))
     full |= {child: text.get_submodule(child) for child in keys.CONNECTORS}
     measured = {
         name: (len(module.state_dict()), round(sum(p.numel() for p in module.parameters()) / 1e6, 1))
         for name, module in full.items()
     }
-    assert measured == {
-        "transformer": (3510, 18876.2),
-        "text_embedding_projection": (1, 722.5),
-        "video_embeddings_connector": (29, 354.5),
-        "audio_embeddings_connector": (29, 354.5),
-        "video_decoder": (92, 528.4),
-        "audio_decoder": (58, 31.9),
-        "vocoder": (194, 55.6),
-    }
+    assert measured == RELEASED[model]
+    # Encoders and decoders share two statistics in the file.
+    in_file = sum(count for count, _ in measured.values()) - 2 * len(keys.STATISTICS) + UNUSED_STATISTICS[model]
+    assert in_file == TENSORS_IN_FILE[model]
 
 
 def test_loads_a_module_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
@@ -233,8 +313,8 @@ def test_a_wrong_tensor_in_a_checkpoint_of_either_layout_is_named(tmp_path: Path
             (folder / path.relative_to(tiny.diffusers)).parent.mkdir(parents=True, exist_ok=True)
             (folder / path.relative_to(tiny.diffusers)).write_bytes(path.read_bytes())
     connectors = folder / "connectors" / "diffusion_pytorch_model.safetensors"
-    save_file({**load_file(connectors), "video_text_proj_in.weight": torch.zeros(2)}, connectors)
-    assert "holds 1 unexpected (video_text_proj_in.weight)" in refusal(
+    save_file({**load_file(connectors), "duration_head.weight": torch.zeros(2)}, connectors)
+    assert "holds 1 unexpected (duration_head.weight)" in refusal(
         lambda: component_source(resolve(str(folder)), "connectors")
     )
 
@@ -308,27 +388,3 @@ def test_a_load_takes_no_host_memory_beyond_the_module(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         assert beyond_the_module(dtype, "plain") < 2 * largest
     assert beyond_the_module("float32", "hoarder") > 4 * largest, "the measurement sees nothing"
-
-
-FULL_SIZE: dict[str, Any] = {
-    "transformer": {
-        "num_layers": 48,
-        "num_attention_heads": 32,
-        "attention_head_dim": 128,
-        "audio_num_attention_heads": 32,
-        "audio_attention_head_dim": 64,
-        "caption_channels": 3840,
-        "frequencies_precision": "float64",
-        "positional_embedding_max_pos": [20, 2048, 2048],
-        "audio_positional_embedding_max_pos": [20],
-        "av_ca_timestep_scale_multiplier": 1000.0,
-        "connector_positional_embedding_max_pos": [4096],
-    },
-    "vae": {
-        "timestep_conditioning": False,
-        "decoder_blocks": [["res_x", {"num_layers": 5}], ["compress_all", {"multiplier": 2, "residual": True}]] * 3
-        + [["res_x", {"num_layers": 5}]],
-    },
-    "audio_vae": {"model": {"params": {"ddconfig": {"mel_bins": 64}}}},
-    "vocoder": {},
-}

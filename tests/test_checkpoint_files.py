@@ -16,9 +16,11 @@ from vgen.checkpoint_files import (
     Checkpoint,
     CheckpointError,
     TextEncoderFiles,
+    UpsamplerFiles,
     read_header,
     resolve,
     resolve_text_encoder,
+    resolve_upsampler,
 )
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -54,6 +56,15 @@ def write_gemma(folder: Path) -> Path:
     write_official(folder / "model.safetensors", ("language_model.model.norm.weight",), None)
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
     (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+UPSAMPLER_NAMES = ("initial_conv.weight", "post_upsample_res_blocks.0.conv1.weight")
+
+
+def write_upsampler(folder: Path) -> Path:
+    write_official(folder / "diffusion_pytorch_model.safetensors", UPSAMPLER_NAMES, None)
+    (folder / "config.json").write_text(json.dumps({"mid_channels": 32}))
     return folder
 
 
@@ -160,10 +171,12 @@ def test_torch_pickles_are_refused_under_any_name(tmp_path: Path) -> None:
 
 def test_resolves_an_official_file_alone_and_in_a_folder(tmp_path: Path) -> None:
     path = write_official(tmp_path / "ltx.safetensors")
-    write_official(tmp_path / "upsampler.safetensors", ("upsampler.conv.weight",), None)
+    write_official(tmp_path / "upsampler.safetensors", UPSAMPLER_NAMES)
+    write_official(tmp_path / "lora.safetensors", ("a.lora_A.weight",))
+    write_official(tmp_path / "other.safetensors", config=None)
     for asked in (path, tmp_path):
         found = resolve(str(asked))
-        assert (found.kind, found.id, found.revision, found.path) == ("official", str(asked), None, path)
+        assert (found.layout, found.id, found.revision, found.path) == ("official", str(asked), None, path)
         assert found.config == CONFIG
         assert set(found.headers) == {""}
         assert set(found.headers[""][0].tensors) == {"a"}
@@ -171,7 +184,7 @@ def test_resolves_an_official_file_alone_and_in_a_folder(tmp_path: Path) -> None
 
 def test_resolves_a_diffusers_folder(tmp_path: Path) -> None:
     found = resolve(str(write_diffusers(tmp_path)))
-    assert (found.kind, found.id, found.revision, found.path) == ("diffusers", str(tmp_path), None, tmp_path)
+    assert (found.layout, found.id, found.revision, found.path) == ("diffusers", str(tmp_path), None, tmp_path)
     assert found.config == {name: {"_class_name": name} for name in LTX2_FOLDERS}
     assert {name: set(headers[0].tensors) for name, headers in found.headers.items()} == {
         name: {f"{name}.weight"} for name in LTX2_FOLDERS
@@ -194,18 +207,66 @@ def test_sharded_weights_are_read_by_their_index(tmp_path: Path) -> None:
     )
 
 
+def test_the_kind_is_read_from_names_config_and_scheduler(tmp_path: Path) -> None:
+    for name, kind in (("ltx-2-dev", "dev"), ("ltx-2-distilled", "distilled"), ("ltx-2", None)):
+        assert resolve(str(write_official(tmp_path / "distilled" / f"{name}.safetensors"))).kind == kind
+    stepped = write_official(tmp_path / "x-dev.safetensors", config={**CONFIG, "allowed_inference_steps": [1.0, 0.5]})
+    assert resolve(str(stepped)).kind == "distilled"
+    folder = write_diffusers(tmp_path / "LTX-2")
+    assert resolve(str(folder)).kind is None
+    (folder / "scheduler").mkdir()
+    for dynamic, kind in ((True, "dev"), (False, "distilled")):
+        (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"use_dynamic_shifting": dynamic}))
+        assert resolve(str(folder)).kind == resolve(f"{folder}/").kind == kind
+    assert resolve(str(write_diffusers(tmp_path / "LTX-2-Distilled"))).kind == "distilled"
+
+
+def test_the_version_is_read_from_the_switches(tmp_path: Path) -> None:
+    switches = (
+        "apply_gated_attention",
+        "cross_attention_adaln",
+        "caption_proj_before_connector",
+        "connector_apply_gated_attention",
+    )
+    new = {**CONFIG, "transformer": dict.fromkeys(switches, True)}
+    assert resolve(str(write_official(tmp_path / "old.safetensors"))).version == "2.0"
+    assert resolve(str(write_official(tmp_path / "new.safetensors", config=new))).version == "2.3"
+    folder = write_diffusers(tmp_path / "diffusers")
+    assert resolve(str(folder)).version == "2.0"
+    parts = ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod")
+    text = ("per_modality_projections", "video_gated_attn", "audio_gated_attn")
+    transformer = {**dict.fromkeys(parts, True), "use_prompt_embeddings": False}
+    (folder / "transformer" / "config.json").write_text(json.dumps(transformer))
+    (folder / "connectors" / "config.json").write_text(json.dumps(dict.fromkeys(text, True)))
+    assert resolve(str(folder)).version == "2.3"
+
+
 @pytest.mark.parametrize(
     ("names", "config", "dtype", "says"),
     [
-        (("diffusion_model.x.lora_A.weight",), None, "F32", "is a LoRA"),
-        (("a", "b"), CONFIG, "F8_E4M3", "is quantized (2 tensors, 'a' is F8_E4M3)"),
-        (("a",), CONFIG, "U8", "is quantized (1 tensors, 'a' is U8)"),
-        (("upsampler.conv.weight",), None, "F32", "no 'config' in its metadata and looks like a latent upsampler"),
-        (("language_model.model.norm.weight",), None, "F32", "looks like a Gemma text encoder"),
-        (("transformer_blocks.0.attn1.to_q.weight",), None, "F32", "a diffusers transformer (give its parent folder)"),
+        (("diffusion_model.x.lora_A.weight",), None, "F32", "is a LoRA; use the checkpoint that it was made for"),
+        (("diffusion_model.x.lora_A.weight",), CONFIG, "F8_E4M3", "is a LoRA"),
+        (
+            ("a", "b"),
+            CONFIG,
+            "F8_E4M3",
+            "is cast to fp8 without scales (2 weights, 'a' is F8_E4M3); this version loads",
+        ),
+        (("a",), CONFIG, "U8", "is quantized (1 weights, 'a' is U8)"),
+        (UPSAMPLER_NAMES, CONFIG, "F32", "is a latent upsampler; use a file with the full model"),
+        (("language_model.model.norm.weight",), None, "F32", "is a Gemma text encoder"),
+        (
+            ("transformer_blocks.0.audio_attn1.to_q.weight",),
+            None,
+            "F32",
+            "is a diffusers transformer of LTX-2; give its parent folder",
+        ),
+        (("vae.decoder.conv_in.conv.weight",), CONFIG, "F32", "holds only the video VAE of LTX-2"),
+        (("model.diffusion_model.patchify_proj.weight",), CONFIG, "F32", "is a model of LTX-Video 0.9"),
         (("a",), None, "F32", "no 'config' in its metadata; use an official LTX-2 file"),
         (("a",), {"vae": {}}, "F32", "describes vae but no transformer"),
-        (("a",), ["x"], "F32", "describes no sections but no transformer"),
+        (("a",), {}, "F32", "describes no sections but no transformer"),
+        (("a",), ["x"], "F32", "has a list as 'config' in its metadata, not an object"),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, names: Sequence[str], config: object, dtype: str, says: str) -> None:
@@ -213,6 +274,48 @@ def test_wrong_files_are_named(tmp_path: Path, names: Sequence[str], config: obj
     message = refusal(lambda: resolve(str(path)))
     assert str(path) in message
     assert says in message
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("LTXVideoTransformer3DModel", "is of LTX-Video 0.9, which has no sound"), ("WanTransformer3DModel", "is of Wan")],
+)
+def test_diffusers_folders_of_other_models_are_named(tmp_path: Path, name: str, says: str) -> None:
+    folder = write_diffusers(tmp_path, ("transformer", "vae"))
+    (folder / "transformer" / "config.json").write_text(json.dumps({"_class_name": name}))
+    message = refusal(lambda: resolve(str(folder)))
+    assert says in message
+    assert f"({name}); use one of LTX-2" in message
+
+
+def test_resolves_an_upsampler_as_a_file_and_as_a_folder(tmp_path: Path) -> None:
+    file = write_official(tmp_path / "x.safetensors", UPSAMPLER_NAMES, {"mid_channels": 32})
+    alone = write_upsampler(tmp_path / "alone")
+    inside = write_upsampler(tmp_path / "pipeline" / "latent_upsampler")
+    for asked, path, layout in (
+        (file, file, "official"),
+        (alone, alone, "diffusers"),
+        (inside.parent, inside, "diffusers"),
+    ):
+        found = resolve_upsampler(str(asked))
+        assert (found.layout, found.id, found.revision, found.path) == (layout, str(asked), None, path)
+        assert found.config == {"mid_channels": 32}
+        assert set(found.headers[0].tensors) == set(UPSAMPLER_NAMES)
+        assert UpsamplerFiles.from_mapping(json.loads(json.dumps(found.to_mapping()))) == found
+
+
+def test_what_is_no_upsampler_is_refused(tmp_path: Path) -> None:
+    def said(path: Path) -> str:
+        return refusal(lambda: resolve_upsampler(str(path)))
+
+    full = said(write_official(tmp_path / "full.safetensors", ("model.diffusion_model.audio_patchify_proj.weight",)))
+    assert "full.safetensors is an LTX-2 model, and an upsampler is asked for; use a file like ltx-2-spatial" in full
+    assert "is a LoRA, and" in said(write_official(tmp_path / "lora.safetensors", ("a.lora_A.weight",)))
+    assert "holds no latent upsampler, and" in said(write_official(tmp_path / "other.safetensors"))
+    assert "holds no latent_upsampler/config.json" in said(write_diffusers(tmp_path / "diffusers"))
+    quantized = write_official(tmp_path / "fp8.safetensors", UPSAMPLER_NAMES, {"mid_channels": 32}, "F8_E4M3")
+    assert "is cast to fp8" in said(quantized)
+    assert "revision 'main' does not apply" in refusal(lambda: resolve_upsampler(str(quantized), "main"))
 
 
 def test_config_metadata_that_is_no_json_is_refused(tmp_path: Path) -> None:
@@ -253,7 +356,7 @@ def test_weights_of_a_folder_must_be_one_safetensors_file(tmp_path: Path) -> Non
     (folder / "diffusion_pytorch_model.bin").write_bytes(b"")
     assert "diffusion_pytorch_model.bin is a pickle file" in refusal(lambda: resolve(str(tmp_path)))
     write_official(folder / "diffusion_pytorch_model.safetensors", ("a",), None, "F8_E5M2")
-    assert "is quantized" in refusal(lambda: resolve(str(tmp_path)))
+    assert "is cast to fp8 without scales" in refusal(lambda: resolve(str(tmp_path)))
 
 
 def test_resolves_a_text_encoder_alone_and_inside_a_diffusers_folder(tmp_path: Path) -> None:
@@ -336,8 +439,8 @@ from vgen.checkpoint_files import CheckpointError, resolve, resolve_text_encoder
 for asked, revision in json.loads(sys.argv[1]):
     try:
         found = resolve(asked, revision)
-        text = resolve_text_encoder(None, None, found) if found.kind == "diffusers" else None
-        print(found.kind, found.id, found.revision, text and text.revision)
+        text = resolve_text_encoder(None, None, found) if found.layout == "diffusers" else None
+        print(found.layout, found.id, found.revision, text and text.revision)
     except CheckpointError as error:
         print(error)
 """

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from vgen import app, typed
 from vgen.config import Config, from_mapping, to_mapping
-from vgen.models.ltx2.config import from_official
+from vgen.models.ltx2.config_official import from_official
 from vgen.requests import build_requests
 from vgen.typed import ConfigurationError
 from vgen.validate import validate, validate_request
@@ -65,7 +65,13 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("request.fps=0", "outside 1 to 240"),
         ("request.seed=-1", "outside 0 to"),
         ("request.seed=1.5", "request.seed=1.5 is not a whole number"),
-        ("request.audio=3", "request.audio=3 is not true or false"),
+        ("request.audio=loud", "request.audio='loud' is not a choice; use one of: generate, copy, none"),
+        ("request.audio=copy", "request.audio=copy has no sound to keep"),
+        ("request.sound=/x.wav", "is not read with request.audio=generate from noise"),
+        ("request.image=/nowhere.png", "/nowhere.png cannot be read as an image"),
+        ("request.image_crf=70", "outside 0"),
+        ("request.video=/nowhere.mp4", "/nowhere.mp4 cannot be read"),
+        ("request.noise_level=0", "outside 0 to 1"),
         ("output.save=[mp4,gif]", r"output.save\[1\]='gif' is not a choice; use one of: mp4, latents, frames"),
         ("output.save=mp4", "is not a list"),
         ("output.save=[]", "throw the video away"),
@@ -78,6 +84,18 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("sampler.steps=0", "denoises nothing"),
         ("sampler.video.cfg_scale=nan", "not a scale"),
         ("sampler.audio.rescale_scale=1.5", "outside 0"),
+        ("sampler.video.stg_scale=-1", "not a scale"),
+        ("sampler.audio.modality_scale=inf", "not a scale"),
+        ("sampler.video.skip_step=-1", "negative"),
+        ("sampler.video.stg_blocks=[]", "has no blocks to perturb"),
+        ("sampler.audio.stg_blocks=[0,4]", "has 4, but this model's blocks are 0 to 3"),
+        ("sampler.sigmas=[1.0]", "does not fall from at most 1 to 0"),
+        ("sampler.sigmas=[1.0,0.5,0.5,0.0]", "does not fall"),
+        ("sampler.sigmas=[1.0,0.5]", "does not fall"),
+        ("sampler.sigmas=[0.9,0.5,0.0]", "without request.video there is only noise"),
+        ("sampler.schedule=distilled", "model=ltx2_tiny, which is not distilled"),
+        ("model.kind=distilled", "sampler.schedule=official does not fit model=ltx2_tiny, which is distilled"),
+        ("model.offload=disk", "use one of: none, text_encoder, stages"),
         ("bench.warmup=-1", "negative"),
         ("bench.repeats=0", "runs nothing"),
         ("task.latents=/nowhere", "does not exist"),
@@ -86,7 +104,7 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("+foo=1", "'foo' is not a setting"),
         ("+request.hieght=1", "'request.hieght' is not a setting; did you mean 'height'"),
         ("model.name=???", "model.name is not set"),
-        ("model.attention=fa3", "is not a choice; use one of: sdpa"),
+        ("model.attention=fa5", "is not a choice; use one of: sdpa, cudnn, flash, fa3, fa4"),
     ],
 )
 def test_one_sentence_for_what_does_not_fit(override: str, sentence: str) -> None:

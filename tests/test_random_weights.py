@@ -16,18 +16,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgen.checkpoint_files import CheckpointError
 from vgen.models import gemma3
+from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder
+from vgen.models.ltx2.bandwidth import BandwidthExtendedVocoder
 from vgen.models.ltx2.config import (
     AudioDecoderConfig,
+    AudioEncoderConfig,
+    BandwidthExtensionConfig,
     ConnectorConfig,
     DecoderBlock,
+    EncoderBlock,
     TransformerConfig,
+    UpsamplerConfig,
     VideoDecoderConfig,
+    VideoEncoderConfig,
     VocoderConfig,
 )
 from vgen.models.ltx2.connectors import TextConnectors
 from vgen.models.ltx2.rope import Geometry
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream
+from vgen.models.ltx2.upsampler import LatentUpsampler
+from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.models.ltx2.vocoder import Vocoder
 from vgen.random_weights import CHUNK, RULES, fill_random, random_tensor
@@ -175,6 +184,38 @@ def test_fills_parameters_and_buffers_by_their_names() -> None:
     assert not other.layer.weight.equal(weight)
 
 
+def test_constants_of_checkpoints_are_computed() -> None:
+    """Each against what it is for, not against the formula again."""
+    thin = {"initial_channels": 64, "resblock_kernel_sizes": (3,), "resblock_dilations": ((1,),)}
+    config = dataclasses.replace(VOCODER_2_3, **thin)
+    extension = dataclasses.replace(EXTENSION, generator=dataclasses.replace(EXTENSION.generator, **thin))
+    vocoder = filled(lambda: BandwidthExtendedVocoder(config, extension), "vocoder", torch.float32)
+    state = vocoder.state_dict()
+    filters = [tensor for name, tensor in state.items() if name.endswith(".filter")]
+    assert len(filters) == 2 * (2 * 6 + 1 + 2 * 5 + 1)
+    built = BandwidthExtendedVocoder(config, extension).state_dict()
+    assert all(state[name].equal(tensor) for name, tensor in built.items() if name.endswith(".filter"))
+
+    # A cosine of 10 periods per window is in row 10 alone; the window spreads it over the two beside.
+    wave = torch.cos(torch.arange(512) * 2 * math.pi * 10 / 512)
+    real, imaginary = (state["mel_stft.stft_fn.forward_basis"][:, 0] @ wave).chunk(2)
+    magnitude = torch.sqrt(real**2 + imaginary**2)
+    assert magnitude.argmax() == 10
+    assert magnitude[:8].max() < 1e-3 < 60 < magnitude[[9, 10, 11]].min()
+    mel = state["mel_stft.mel_basis"]
+    assert torch.allclose(mel.sum(dim=1), torch.ones(64))
+    assert (mel > 0).all()
+    assert mel.argmax(dim=1).diff().min() >= 0
+    # The last of 64 peaks between 0 and 8 kHz, 2840.02 mel: 700 * (10 ** (2840.02 * 64 / 65 / 2595) - 1) = 7670 Hz.
+    assert mel.argmax(dim=1)[-1] == round(7670 / 8000 * 256)
+
+    for scale in (1.5, 2.0):
+        config = UpsamplerConfig(16, 32, 1, spatial=True, temporal=False, spatial_scale=scale, rational=True)
+        upsampler = filled(partial(LatentUpsampler, config), "upsampler", torch.bfloat16)
+        built = LatentUpsampler(config).state_dict()["upsampler.blur_down.kernel"]
+        assert upsampler.state_dict()["upsampler.blur_down.kernel"].float().equal(built)
+
+
 def test_what_no_rule_draws_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no rule says how to draw 'x\.std-of-means'"):
         filled(Parts, "x", torch.float32, rules=tuple(rule for rule in RULES if "of-means" not in rule.pattern))
@@ -271,6 +312,71 @@ VOCODER = VocoderConfig(
 )
 
 
+CONNECTOR_2_3 = dataclasses.replace(CONNECTOR, num_layers=8, gated_attention=True)
+TRANSFORMER_2_3 = dataclasses.replace(
+    TRANSFORMER, gated_attention=True, cross_attention_adaln=True, caption_projection=False
+)
+VOCODER_2_3 = dataclasses.replace(
+    VOCODER,
+    initial_channels=128,
+    upsample_rates=(5, 2, 2, 2, 2, 2),
+    upsample_kernel_sizes=(11, 4, 4, 4, 4, 4),
+    output_sample_rate=16000,
+    resblock="AMP1",
+    final_activation="clamp",
+    final_bias=False,
+)
+EXTENSION = BandwidthExtensionConfig(
+    generator=dataclasses.replace(
+        VOCODER_2_3,
+        initial_channels=64,
+        upsample_rates=(6, 5, 2, 2, 2),
+        upsample_kernel_sizes=(12, 11, 4, 4, 4),
+        output_sample_rate=48000,
+        final_activation="none",
+    ),
+    input_sample_rate=16000,
+    output_sample_rate=48000,
+    mel_bins=64,
+    n_fft=512,
+    win_length=512,
+    hop_length=80,
+)
+VIDEO_DECODER_2_3 = dataclasses.replace(
+    VIDEO_DECODER,
+    spatial_padding_mode="zeros",
+    blocks=(
+        DecoderBlock("res_x", 2), DecoderBlock("compress_all", multiplier=2),
+        DecoderBlock("res_x", 2), DecoderBlock("compress_all", multiplier=1),
+        DecoderBlock("res_x", 4), DecoderBlock("compress_time", multiplier=2),
+        DecoderBlock("res_x", 6), DecoderBlock("compress_space", multiplier=2),
+        DecoderBlock("res_x", 4),
+    ),
+)  # fmt: skip
+
+
+def video_encoder(layers: tuple[int, ...], last_multiplier: int) -> VideoEncoderConfig:
+    res = [EncoderBlock("res_x", num_layers=count) for count in layers]
+    downs = [EncoderBlock(f"compress_{axes}_res", multiplier=2) for axes in ("space", "time", "all")]
+    downs.append(EncoderBlock("compress_all_res", multiplier=last_multiplier))
+    blocks = [block for pair in zip(res, downs, strict=False) for block in pair]
+    return VideoEncoderConfig(3, 16, 4, (*blocks, res[-1]), "zeros")
+
+
+VIDEO_ENCODERS = {"2.0": video_encoder((4, 6, 6, 2, 2), 2), "2.3": video_encoder((4, 6, 4, 2, 2), 1)}
+AUDIO_ENCODER = AudioEncoderConfig(
+    base_channels=32,
+    channel_multipliers=(1, 2, 4),
+    num_res_blocks=2,
+    in_channels=2,
+    latent_channels=2,
+    mel_bins=64,
+    sample_rate=16000,
+    mel_hop_length=160,
+    n_fft=1024,
+)
+
+
 def deviations(module: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
     """Standard deviation of each output of the submodules under ``names``, filled in by the next forward."""
     seen: dict[str, float] = {}
@@ -303,29 +409,34 @@ def test_text_stays_in_range_through_all_of_gemma_and_the_connectors(prompt: gem
     valid = prompt.attention_mask[0].bool()
     check_range({str(layer): state[0, valid].float().std().item() for layer, state in enumerate(states)}, 49)
     assert states[-1][0, valid].float().std().item() == pytest.approx(1, abs=0.1)  # Gemma's gain is 1 + weight
-    connectors = filled(lambda: TextConnectors(CONNECTOR, CONNECTOR, 64, 49), "connectors", torch.bfloat16)
-    projected = connectors.text_embedding_projection(states, prompt.attention_mask)
-    check_range({"projected": projected[0, valid].float().std().item()}, 1)
-    contexts = connectors(states, prompt.attention_mask)
-    check_range({str(index): context.float().std().item() for index, context in enumerate(contexts)}, 2)
+    for config, projection in ((CONNECTOR, "shared"), (CONNECTOR_2_3, "per_modality")):
+        audio = dataclasses.replace(config, attention_head_dim=8) if projection == "per_modality" else config
+        build = partial(TextConnectors, config, audio, 64, 49, projection)
+        connectors = filled(build, "connectors", torch.bfloat16)
+        projected = connectors.text_embedding_projection(torch.stack(states, dim=-1), prompt.attention_mask)
+        check_range({str(index): part[0, valid].float().std().item() for index, part in enumerate(projected)}, 2)
+        contexts = connectors(states, prompt.attention_mask)
+        check_range({str(index): context.float().std().item() for index, context in enumerate(contexts)}, 2)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sigma", [1.0, 0.1])
-def test_activations_stay_in_range_through_48_blocks(sigma: float) -> None:
-    transformer = filled(lambda: LTX2Transformer(TRANSFORMER), "transformer", torch.bfloat16)
+@pytest.mark.parametrize(("sigma", "version"), [(1.0, "2.0"), (0.1, "2.0"), (0.1, "2.3")])
+def test_activations_stay_in_range_through_48_blocks(sigma: float, version: str) -> None:
+    config = {"2.0": TRANSFORMER, "2.3": TRANSFORMER_2_3}[version]
+    transformer = filled(lambda: LTX2Transformer(config), "transformer", torch.bfloat16)
     seen = deviations(transformer, ("transformer_blocks",))
     generator = torch.Generator().manual_seed(0)
+    text_widths = {"2.0": (64, 64), "2.3": (64, 32)}[version]
 
-    def stream(tokens: int) -> Stream:
+    def stream(tokens: int, text_width: int) -> Stream:
         latents, context = (
-            torch.randn(1, *shape, generator=generator).to(torch.bfloat16) for shape in ((tokens, 16), (32, 64))
+            torch.randn(1, *shape, generator=generator).to(torch.bfloat16) for shape in ((tokens, 16), (32, text_width))
         )
         return Stream(latents, torch.tensor([sigma]), torch.tensor([sigma]), context)
 
     geometry = Geometry(latent_frames=3, latent_height=4, latent_width=5, fps=24.0, audio_tokens=17)
     rope = transformer.rope_tables(geometry, "cpu", torch.bfloat16)
-    velocities = transformer(stream(60), stream(17), rope)
+    velocities = transformer(stream(60, text_widths[0]), stream(17, text_widths[1]), rope)
     check_range(seen, 96)
     for velocity in velocities:
         assert velocity.isfinite().all()
@@ -335,17 +446,41 @@ def test_activations_stay_in_range_through_48_blocks(sigma: float) -> None:
 
 
 @torch.no_grad()
-def test_frames_and_sound_are_neither_constant_nor_clipped() -> None:
+@pytest.mark.parametrize("config", [VIDEO_DECODER, VIDEO_DECODER_2_3], ids=["2.0", "2.3"])
+def test_frames_are_neither_constant_nor_clipped(config: VideoDecoderConfig) -> None:
     generator = torch.Generator().manual_seed(0)
-    decoder = filled(lambda: VideoDecoder(VIDEO_DECODER), "video_decoder", torch.bfloat16)
+    decoder = filled(lambda: VideoDecoder(config), "video_decoder", torch.bfloat16)
     seen = deviations(decoder, ("up_blocks",))
     frames = decoder(torch.randn(1, 16, 3, 2, 3, generator=generator).to(torch.bfloat16)).float()
-    check_range(seen, 7)
+    check_range(seen, len(config.blocks))
     assert frames.shape == (1, 3, 17, 64, 96)
     assert frames.std(dim=(1, 3, 4)).min() > 0.2
     assert frames.diff(dim=2).abs().mean(dim=(1, 3, 4)).min() > 0.05
     assert (frames.abs() > 1).float().mean() < 0.3
 
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_latents_of_frames_and_of_sound_are_in_range(version: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    config = VIDEO_ENCODERS[version]
+    encoder = filled(lambda: VideoEncoder(config), "video_encoder", torch.float32)
+    seen = deviations(encoder, ("down_blocks",))
+    frames = torch.rand(1, 3, 9, 32, 64, generator=generator).mul(2).sub(1)
+    latents = encoder(frames)
+    check_range(seen, 9)
+    assert latents.shape == (1, 16, 2, 1, 2)
+    assert 0.2 < latents.std() < 3
+
+    audio = filled(lambda: AudioEncoder(AUDIO_ENCODER), "audio_encoder", torch.float32)
+    sound = audio(2 * torch.randn(1, 2, 61, 64, generator=generator) - 4)
+    assert sound.shape[3] == 16
+    assert 0.2 < sound.std() < 3
+
+
+@torch.no_grad()
+def test_sound_is_neither_constant_nor_clipped() -> None:
+    generator = torch.Generator().manual_seed(0)
     audio = filled(lambda: AudioDecoder(AUDIO_DECODER), "audio_decoder", torch.bfloat16)
     mel = audio(torch.randn(1, 2, 26, 16, generator=generator).to(torch.bfloat16))
     check_range({"mel": mel.float().std().item()}, 1)
@@ -356,6 +491,26 @@ def test_frames_and_sound_are_neither_constant_nor_clipped() -> None:
     assert wave.isfinite().all()
     assert 0.05 < wave.std() < 0.5
     assert (wave.abs() > 0.98).float().mean() < 0.02
+
+    extended = filled(lambda: BandwidthExtendedVocoder(VOCODER_2_3, EXTENSION), "vocoder", torch.float32)
+    parts = ("vocoder.ups", "vocoder.resblocks", "bwe_generator.ups", "bwe_generator.resblocks")
+    seen = deviations(extended, (*parts, ""))
+    wave = extended(mel[:, :, :9].float())
+    assert all(0.05 < std < 10 for std in seen.values()), seen
+    assert len(seen) == 6 * 4 + 5 * 4 + 4
+    assert 0.05 < wave.std() < 0.5
+    assert (wave.abs() > 0.98).float().mean() < 0.03
+
+
+@torch.no_grad()
+def test_upsampled_latents_are_in_range() -> None:
+    config = UpsamplerConfig(16, 64, 4, spatial=True, temporal=False, spatial_scale=2.0, rational=True)
+    upsampler = filled(lambda: LatentUpsampler(config), "upsampler", torch.float32)
+    latents = torch.randn(1, 16, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    seen = deviations(upsampler, ("", "res_blocks", "post_upsample_res_blocks"))
+    out = upsampler(latents)
+    assert all(0.05 < std < 10 for std in seen.values()), seen
+    assert 0.1 < out.std() < 10
 
 
 def test_a_wider_model_is_in_the_same_range() -> None:

@@ -1,15 +1,20 @@
 """Prompts files: text, JSONL, and their faults."""
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vgen.config import RequestConfig
-from vgen.requests import build_requests
+from vgen.config import ImageConfig, RequestConfig
+from vgen.requests import build_requests, from_mapping
 from vgen.typed import ConfigurationError
 
-CONFIG = RequestConfig("p", "n", None, 1, 64, 96, 9, 24.0, True)
+CONFIG = RequestConfig(
+    prompt="p", negative_prompt="n", prompts_file=None, image=None, images=(), image_crf=33, video=None, noise_level=0.7,
+    audio="generate", sound=None, seed=1, height=64, width=96, num_frames=9, fps=24.0,
+)  # fmt: skip
 
 
 def _from_file(tmp_path: Path, name: str, text: str) -> tuple[object, ...]:
@@ -21,9 +26,45 @@ def _from_file(tmp_path: Path, name: str, text: str) -> tuple[object, ...]:
 def test_single_request_takes_the_settings() -> None:
     (request,) = build_requests(CONFIG)
     assert dataclasses.asdict(request) == {
-        "index": 0, "prompt": "p", "negative_prompt": "n", "seed": 1, "height": 64, "width": 96, "num_frames": 9,
-        "fps": 24.0, "audio": True,
+        "index": 0, "prompt": "p", "negative_prompt": "n", "images": (), "image_crf": 33, "video": None,
+        "noise_level": 0.7, "audio": "generate", "sound": None, "seed": 1, "height": 64, "width": 96, "num_frames": 9,
+        "fps": 24.0,
     }  # fmt: skip
+
+
+def test_image_is_short_for_the_first_frame() -> None:
+    other = ImageConfig("/b.png", frame=8, strength=0.5)
+    (request,) = build_requests(dataclasses.replace(CONFIG, image="/a.png", images=(other,)))
+    assert request.images == (ImageConfig("/a.png", 0, 1.0), other)
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (request,) = build_requests(dataclasses.replace(CONFIG, image="a.png", video="v.mp4", sound="~/s.wav"))
+    assert request.images[0].path == str(tmp_path / "a.png")
+    assert request.video == str(tmp_path / "v.mp4")
+    assert request.sound == str(Path("~/s.wav").expanduser())
+
+
+def test_a_request_survives_json() -> None:
+    (request,) = build_requests(dataclasses.replace(CONFIG, image="/a.png", video="/v.mp4"))
+    assert from_mapping(json.loads(json.dumps(dataclasses.asdict(request)))) == request
+
+
+@pytest.mark.parametrize(
+    ("audio", "sound", "video", "has_audio", "source"),
+    [
+        ("generate", None, None, True, None),
+        ("generate", None, "/v.mp4", True, "/v.mp4"),
+        ("copy", "/s.wav", "/v.mp4", True, "/s.wav"),
+        ("none", "/s.wav", "/v.mp4", False, None),
+    ],
+)
+def test_where_the_sound_comes_from(
+    audio: Any, sound: str | None, video: str | None, has_audio: bool, source: str | None
+) -> None:
+    (request,) = build_requests(dataclasses.replace(CONFIG, audio=audio, sound=sound, video=video))
+    assert (request.has_audio, request.sound_source) == (has_audio, source)
 
 
 def test_text_file_has_one_prompt_per_line(tmp_path: Path) -> None:
@@ -33,9 +74,10 @@ def test_text_file_has_one_prompt_per_line(tmp_path: Path) -> None:
 
 
 def test_jsonl_overrides_single_fields(tmp_path: Path) -> None:
-    text = '{"prompt": "a\\nb", "seed": 9, "audio": false}\n{"prompt": "c", "fps": 30}\n'
+    text = '{"prompt": "a\\nb", "seed": 9, "audio": "none", "image": "/x.png"}\n{"prompt": "c", "fps": 30}\n'
     first, second = _from_file(tmp_path, "p.jsonl", text)
-    assert (first.prompt, first.seed, first.audio, first.fps) == ("a\nb", 9, False, 24.0)  # type: ignore[attr-defined]
+    assert (first.prompt, first.seed, first.audio, first.fps) == ("a\nb", 9, "none", 24.0)  # type: ignore[attr-defined]
+    assert first.images == (ImageConfig("/x.png"),)  # type: ignore[attr-defined]
     assert (second.seed, second.fps) == (1, 30.0)  # type: ignore[attr-defined]
 
 
@@ -48,6 +90,8 @@ def test_jsonl_overrides_single_fields(tmp_path: Path) -> None:
         ("p.jsonl", '{"prompt": "a", "sede": 1}', "sets 'sede'"),
         ("p.jsonl", '{"prompt": "a", "seed": "x"}', "seed='x' is not a whole number"),
         ("p.jsonl", '{"prompt": "a", "index": 4}', "sets 'index'"),
+        ("p.jsonl", '{"prompt": "a", "audio": "loud"}', "use one of: generate, copy, none"),
+        ("p.jsonl", '{"prompt": "a", "images": [{"frame": 3}]}', r"request.images\[0\].path is not set"),
     ],
 )
 def test_faults_are_named(tmp_path: Path, name: str, text: str, part: str) -> None:

@@ -28,6 +28,9 @@ from vgen.validate import validate
 
 log = logging.getLogger("vgen")
 
+NOTICE = "vgen: "
+"""How a line begins that a rank wants on the console."""
+
 _failed_jobs: list[Path] = []
 _UNKNOWN_OPTION = r"Could not find '(?:.*/)?([^'/]+)/([^'/]+)'.*?Available options in '[^']*':\s*(.*)"
 
@@ -141,7 +144,7 @@ def _prepare(config: Config, out_dir: Path) -> Job:
     num_gpus = count_gpus() if config.device != "cpu" else 0
     requests = build_requests(config.request)
     job = plan_job(config, requests, out_dir, num_gpus=num_gpus, sweep=_sweep_name())
-    validate(config, requests, job.architecture, num_gpus)
+    validate(config, requests, job.architecture, num_gpus, job.checkpoint)
     job.write()
     return job
 
@@ -179,7 +182,13 @@ def _run(job: Job) -> None:
         layout=node_layout(os.environ),
         grace_s=job.config.launcher.grace_s,
         echo=job.config.debug,
+        on_line=None if job.config.debug else _pass_on,
     )
+
+
+def _pass_on(rank: int, line: str) -> None:  # noqa: ARG001
+    if line.startswith(NOTICE):
+        say(f"  {line.removeprefix(NOTICE)}")
 
 
 def _report(out_dir: Path) -> float | None:

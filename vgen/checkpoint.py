@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from vgen.checkpoint_files import Checkpoint, CheckpointError, Header, TensorInfo, TextEncoderFiles
+from vgen.checkpoint_files import Checkpoint, CheckpointError, Header, TensorInfo, TextEncoderFiles, UpsamplerFiles
 from vgen.models.gemma3 import CHECKPOINT_IGNORED, CHECKPOINT_PREFIXES
 from vgen.models.ltx2 import keys
 
@@ -115,7 +115,7 @@ def component_source(checkpoint: Checkpoint, component: str) -> TensorSource:
     Raises:
         CheckpointError: the checkpoint holds tensors that belong to no component.
     """
-    read = official_component if checkpoint.kind == "official" else diffusers_component
+    read = official_component if checkpoint.layout == "official" else diffusers_component
     if component == "connectors":
         return TensorSource.join({child: read(checkpoint, part) for child, part in keys.CONNECTORS.items()})
     return read(checkpoint, component)
@@ -130,26 +130,34 @@ def diffusers_component(checkpoint: Checkpoint, component: str) -> TensorSource:
     """Tensors of one of ``keys.COMPONENTS`` in a diffusers folder; raises as ``component_source``."""
     folder = keys.DIFFUSERS_FOLDERS[component]
     layouts = {other: keys.DIFFUSERS[other] for other, place in keys.DIFFUSERS_FOLDERS.items() if place == folder}
-    return _component(checkpoint.headers[folder], component, layouts, keys.DIFFUSERS_IGNORED.get(folder, ()))
+    return _component(checkpoint.headers[folder], component, layouts, ())
 
 
 def _component(
     headers: Iterable[Header], component: str, layouts: Mapping[str, keys.Layout], ignored: tuple[str, ...]
 ) -> TensorSource:
     headers = tuple(headers)
-    owners: dict[str, tuple[str, str] | None] = {
-        name: keys.owner(name, layouts) for header in headers for name in header.tensors if not name.startswith(ignored)
+    owners = {
+        name: keys.owners(name, layouts)
+        for header in headers
+        for name in header.tensors
+        if not name.startswith(ignored)
     }
-    strangers = [name for name, owner in owners.items() if owner is None]
+    strangers = [name for name, components in owners.items() if not components]
     if strangers:
         where = ", ".join(str(header.path) for header in headers[:1])
-        raise CheckpointError(f"{where} holds {_list('unexpected', strangers)}; use a file of LTX-2 2.0")
+        raise CheckpointError(f"{where} holds {_list('unexpected', strangers)}; use a file of LTX-2 2.0 or 2.3")
 
     def name_in_module(name: str) -> str | None:
-        owner = owners.get(name)
-        return keys.rename(name, layouts[component], owner[1]) if owner and owner[0] == component else None
+        prefix = owners.get(name, {}).get(component)
+        return None if prefix is None else keys.rename(name, layouts[component], prefix)
 
     return TensorSource.of(headers, name_in_module)
+
+
+def upsampler_source(files: UpsamplerFiles) -> TensorSource:
+    """Tensors of a latent upsampler, whose names are the same in both layouts and in our module."""
+    return TensorSource.of(files.headers, lambda name: name)
 
 
 def text_encoder_source(files: TextEncoderFiles) -> TensorSource:

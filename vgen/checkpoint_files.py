@@ -7,13 +7,30 @@ of JSON (``{name: {dtype, shape, data_offsets}, "__metadata__": {str: str}}``), 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+from vgen.checkpoint_kinds import (
+    DIFFUSERS_TRANSFORMERS,
+    FULL_MODEL,
+    TRANSFORMER_PREFIX,
+    Kind,
+    incomplete,
+    kind_of_file,
+    kind_of_folder,
+    quantization,
+    recognise,
+)
+from vgen.models.ltx2.config import Version
+from vgen.models.ltx2.config_diffusers import diffusers_version
+from vgen.models.ltx2.config_official import official_version
+
 LTX2_FOLDERS = ("transformer", "connectors", "vae", "audio_vae", "vocoder")
 """Folders of a diffusers LTX-2 checkpoint that are read; its text encoder is resolved on its own."""
+
+UPSAMPLER_FOLDER = "latent_upsampler"
 
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -59,25 +76,57 @@ class Checkpoint:
     """The files of one diffusion checkpoint.
 
     ``id`` is the path or hub id as it was asked for; ``revision`` the commit on the hub, None for a local path;
-    ``path`` the official file or the diffusers folder. ``config`` is the official file's ``config`` JSON, or
-    ``{folder: config.json}``; ``headers`` has the same folders as keys (an official file: the one key ``""``).
+    ``path`` the official file or the diffusers folder. ``kind`` is None where the files do not tell (see
+    ``checkpoint_kinds``). ``config`` is the official file's ``config`` JSON, or ``{folder: config.json}``; ``headers``
+    has the same folders as keys (an official file: the one key ``""``).
     """
 
-    kind: Literal["official", "diffusers"]
+    layout: Literal["official", "diffusers"]
+    kind: Kind | None
     id: str
     revision: str | None
     path: Path
     config: dict[str, Any]
     headers: Mapping[str, tuple[Header, ...]] = field(repr=False)
 
+    @property
+    def version(self) -> Version:
+        """``2.0`` or ``2.3``, by the switches of the architecture.
+
+        Raises:
+            ConfigError: the switches are of neither.
+        """
+        return (official_version if self.layout == "official" else diffusers_version)(self.config)
+
     def to_mapping(self) -> dict[str, Any]:
         """What another process needs to read the same files: JSON values, no headers."""
-        return {"kind": self.kind, "id": self.id, "revision": self.revision, "path": str(self.path)}
+        return {"layout": self.layout, "id": self.id, "revision": self.revision, "path": str(self.path)}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "Checkpoint":
         """The inverse of ``to_mapping``: reads the headers again, asks no hub."""
         return _from_path(mapping["id"], mapping["revision"], Path(mapping["path"]), LTX2_FOLDERS)
+
+
+@dataclass(frozen=True)
+class UpsamplerFiles:
+    """A latent upsampler: an official file of its own, or a diffusers folder with ``config.json`` and weights."""
+
+    layout: Literal["official", "diffusers"]
+    id: str
+    revision: str | None
+    path: Path
+    config: dict[str, Any]
+    headers: tuple[Header, ...] = field(repr=False)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What another process needs to read the same files: JSON values, no headers."""
+        return {"id": self.id, "revision": self.revision, "path": str(self.path)}
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "UpsamplerFiles":
+        """The inverse of ``to_mapping``: reads the headers again, asks no hub."""
+        return _upsampler(mapping["id"], mapping["revision"], Path(mapping["path"]))
 
 
 @dataclass(frozen=True)
@@ -195,7 +244,7 @@ def resolve(id_or_path: str, revision: str | None = None, folders: Sequence[str]
         return _from_path(id_or_path, None, path, folders)
     repo, file = _hub_id(id_or_path)
     if file is None:
-        patterns = ["model_index.json", *_folder_patterns(folders)]
+        patterns = ["model_index.json", "scheduler/*.json", *_folder_patterns(folders)]
         return _from_snapshot(
             repo, revision, patterns, lambda path: _from_path(id_or_path, _commit(path), path, folders)
         )
@@ -233,9 +282,60 @@ def resolve_text_encoder(
     return _from_snapshot(repo, revision, patterns, lambda path: _text_encoder(asked, _commit(path), path))
 
 
+def resolve_upsampler(id_or_path: str, revision: str | None = None) -> UpsamplerFiles:
+    """Find a latent upsampler.
+
+    Args:
+        id_or_path: an official file, a diffusers folder (of the upsampler, or with one in ``latent_upsampler``), or a
+            hub id: ``org/name`` (that folder) or ``org/name/file.safetensors``.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        CheckpointError: nothing is there, or it is no latent upsampler; one sentence with the fix.
+    """
+    path = Path(id_or_path).expanduser()
+    if path.exists():
+        _no_local_revision(id_or_path, revision)
+        return _upsampler(id_or_path, None, path)
+    repo, file = _hub_id(id_or_path)
+    if file is None:
+        patterns = _folder_patterns((UPSAMPLER_FOLDER,))
+        return _from_snapshot(repo, revision, patterns, lambda path: _upsampler(id_or_path, _commit(path), path))
+    path = _hub_file(repo, file, revision)
+    return _upsampler(id_or_path, _commit(path), path)
+
+
+def _upsampler(id_or_path: str, revision: str | None, path: Path) -> UpsamplerFiles:
+    if path.is_file():
+        header = read_header(path)
+        _refuse_other_upsampler(header)
+        return UpsamplerFiles("official", id_or_path, revision, path, _json_config(header), (header,))
+    folder = path / UPSAMPLER_FOLDER if (path / UPSAMPLER_FOLDER).is_dir() else path
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} holds no {UPSAMPLER_FOLDER}/config.json; give an upsampler's .safetensors file or diffusers folder"
+        )
+    headers = _weight_headers(folder)
+    for header in headers:
+        _refuse_other_upsampler(header)
+    return UpsamplerFiles("diffusers", id_or_path, revision, folder, _read_json(folder / "config.json"), headers)
+
+
+def _refuse_other_upsampler(header: Header) -> None:
+    if "post_upsample_res_blocks.0.conv1.weight" not in header.tensors:
+        found = recognise(header.tensors, header.metadata)
+        ltx2 = any(name.startswith(TRANSFORMER_PREFIX) for name in header.tensors)
+        what = f"is {found[0]}" if found else "is an LTX-2 model" if ltx2 else "holds no latent upsampler"
+        raise CheckpointError(
+            f"{header.path} {what}, and an upsampler is asked for; "
+            f"use a file like ltx-2-spatial-upscaler-x2-1.0.safetensors"
+        )
+    _refuse_quantized(header)
+
+
 def _inside(checkpoint: Checkpoint | None) -> tuple[str, str | None]:
     """Id and revision of the text encoder that a diffusers checkpoint brings along: its own."""
-    if checkpoint is None or checkpoint.kind != "diffusers":
+    if checkpoint is None or checkpoint.layout != "diffusers":
         raise CheckpointError(
             "no text encoder is given, and an official LTX-2 file has none inside; "
             "give a Gemma-3 folder or hub id (google/gemma-3-12b-it-qat-q4_0-unquantized)"
@@ -255,7 +355,9 @@ def _no_local_revision(id_or_path: str, revision: str | None) -> None:
 def _from_path(id_or_path: str, revision: str | None, path: Path, folders: Sequence[str]) -> Checkpoint:
     if path.is_file():
         header = read_header(path)
-        return Checkpoint("official", id_or_path, revision, path, _official_config(header), {"": (header,)})
+        config = _official_config(header)
+        kind = kind_of_file(path.name, config)
+        return Checkpoint("official", kind, id_or_path, revision, path, config, {"": (header,)})
     if (path / "model_index.json").exists() or (path / "transformer" / "config.json").exists():
         return _diffusers(id_or_path, revision, path, folders)
     return _from_path(id_or_path, revision, _only_official_file(path), folders)
@@ -263,7 +365,7 @@ def _from_path(id_or_path: str, revision: str | None, path: Path, folders: Seque
 
 def _only_official_file(folder: Path) -> Path:
     candidates = sorted(folder.glob("*.safetensors"))
-    official = [path for path in candidates if "config" in read_header(path).metadata]
+    official = [path for path in candidates if _is_official(read_header(path))]
     if len(official) == 1:
         return official[0]
     if len(official) > 1:
@@ -277,54 +379,55 @@ def _only_official_file(folder: Path) -> Path:
     )
 
 
+def _is_official(header: Header) -> bool:
+    """With a config and nothing else that is known by name, such as a latent upsampler or a LoRA."""
+    return "config" in header.metadata and recognise(header.tensors, header.metadata) is None
+
+
 def _official_config(header: Header) -> dict[str, Any]:
-    """The ``config`` JSON of an official file; obviously other files are refused by what they are."""
-    path, names = header.path, header.tensors
-    if any(".lora_A." in name or ".lora_B." in name for name in names):
-        raise CheckpointError(f"{path} is a LoRA, not a full model; use the checkpoint that it was made for")
+    """The ``config`` JSON of an official file; other files are refused by what they are."""
+    found = recognise(header.tensors, header.metadata)
+    if found is not None:
+        raise CheckpointError(f"{header.path} is {found[0]}; {found[1]}")
     _refuse_quantized(header)
+    found = incomplete(header.tensors)
+    if found is not None:
+        raise CheckpointError(f"{header.path} holds {found[0]}; {found[1]}")
+    config = _json_config(header)
+    if "transformer" not in config:
+        sections = ", ".join(sorted(config)) or "no sections"
+        raise CheckpointError(f"{header.path} describes {sections} but no transformer; {FULL_MODEL}")
+    return config
+
+
+def _json_config(header: Header) -> dict[str, Any]:
     if "config" not in header.metadata:
-        kind = _guess_kind(names)
         raise CheckpointError(
-            f"{path} has no 'config' in its metadata{kind}; use an official LTX-2 file (ltx-2-19b-dev.safetensors)"
+            f"{header.path} has no 'config' in its metadata; use an official LTX-2 file (ltx-2-19b-dev.safetensors)"
         )
     try:
         config = json.loads(header.metadata["config"])
     except ValueError as error:
-        raise CheckpointError(f"{path} has a 'config' in its metadata that is no JSON; download it again") from error
-    if not isinstance(config, dict) or "transformer" not in config:
-        sections = ", ".join(sorted(config)) if isinstance(config, dict) else "no sections"
         raise CheckpointError(
-            f"{path} describes {sections} but no transformer{_guess_kind(names)}; use a file with the full model"
+            f"{header.path} has a 'config' in its metadata that is no JSON; download it again"
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{header.path} has a {type(config).__name__} as 'config' in its metadata, not an object; download it again"
         )
     return config
 
 
-def _guess_kind(names: Iterable[str]) -> str:
-    guesses = {
-        "upsampler.": "a latent upsampler",
-        "language_model.": "a Gemma text encoder",
-        "model.layers.": "a language model",
-        "transformer_blocks.": "a diffusers transformer (give its parent folder)",
-    }
-    names = tuple(names)
-    for start, kind in guesses.items():
-        if any(name.startswith(start) for name in names):
-            return f" and looks like {kind}"
-    return ""
-
-
 def _refuse_quantized(header: Header) -> None:
-    quantized = {name: info.dtype for name, info in header.tensors.items() if info.dtype.startswith(("U8", "F8", "F4"))}
-    if quantized:
-        name, dtype = next(iter(quantized.items()))
+    found = quantization({name: info.dtype for name, info in header.tensors.items()})
+    if found is not None:
         raise CheckpointError(
-            f"{header.path} is quantized ({len(quantized)} tensors, '{name}' is {dtype}); "
-            f"this version loads bf16, fp16 and fp32 files only: use the bf16 file"
+            f"{header.path} is {found}; this version loads bf16, fp16 and fp32 files only: use the bf16 file"
         )
 
 
 def _diffusers(id_or_path: str, revision: str | None, path: Path, folders: Sequence[str]) -> Checkpoint:
+    _refuse_other_pipeline(path)
     missing = [folder for folder in folders if not (path / folder / "config.json").is_file()]
     if missing:
         raise CheckpointError(
@@ -336,7 +439,21 @@ def _diffusers(id_or_path: str, revision: str | None, path: Path, folders: Seque
     for folder_headers in headers.values():
         for header in folder_headers:
             _refuse_quantized(header)
-    return Checkpoint("diffusers", id_or_path, revision, path, config, headers)
+    scheduler = path / "scheduler" / "scheduler_config.json"
+    name = re.sub(r".*/", "", id_or_path.rstrip("/"))
+    kind = kind_of_folder(name, _read_json(scheduler) if scheduler.is_file() else {})
+    return Checkpoint("diffusers", kind, id_or_path, revision, path, config, headers)
+
+
+def _refuse_other_pipeline(path: Path) -> None:
+    """Refuse the diffusers folder of another model by the class of its transformer."""
+    config = path / "transformer" / "config.json"
+    name = _read_json(config).get("_class_name") if config.is_file() else None
+    if name in DIFFUSERS_TRANSFORMERS:
+        raise CheckpointError(
+            f"the diffusers checkpoint {path} is of {DIFFUSERS_TRANSFORMERS[name]} ({name}); "
+            f"use one of LTX-2 (Lightricks/LTX-2 or diffusers/LTX-2.3-Diffusers)"
+        )
 
 
 def _text_encoder(id_or_path: str, revision: str | None, path: Path) -> TextEncoderFiles:

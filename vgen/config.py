@@ -34,20 +34,51 @@ class VaeConfig:
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """What ``request`` and ``sampler`` take where the user says nothing."""
+    """What ``request`` takes where the user says nothing."""
 
     height: int
     width: int
     num_frames: int
     fps: float
-    steps: int
     negative_prompt: str
+    image_crf: int
+    """H.264 quality that an image is compressed with before it is encoded, as the model was trained; 0 is off."""
+
+
+@dataclass(frozen=True)
+class GuidanceConfig:
+    """Guidance of one modality; docs/guidance.md has the formula and which passes run when."""
+
+    cfg_scale: float
+    """1 turns classifier-free guidance off."""
+    stg_scale: float
+    """0 turns spatio-temporal guidance off."""
+    stg_blocks: tuple[int, ...]
+    """Transformer blocks, from 0, whose self-attention the perturbed pass leaves out."""
+    modality_scale: float
+    """1 turns guidance away from the isolated modality off."""
+    rescale_scale: float
+    """0 turns the rescale off."""
+    skip_step: int
+    """Steps between two that compute this modality; 0 computes all."""
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    steps: int
+    schedule: Literal["official", "diffusers", "distilled"]
+    sigmas: tuple[float, ...] | None
+    """A list of your own, falling to 0, in place of steps and schedule."""
+    video: GuidanceConfig
+    audio: GuidanceConfig
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     name: str
     family: Literal["ltx2"]
+    kind: Literal["dev", "distilled"]
+    """What ``sampler_defaults`` suit; a checkpoint that says what it is has to be of this kind."""
     checkpoint: str | None
     """Local path (single file or diffusers folder) or hub id (``Lightricks/LTX-2/ltx-2-19b-dev.safetensors``)."""
     revision: str | None
@@ -57,8 +88,11 @@ class ModelConfig:
     """Sizes for ``weights=random``, in the words of the official files' metadata; a checkpoint brings its own."""
     text_encoder: TextEncoderConfig
     vae: VaeConfig
-    attention: Literal["sdpa"]
+    attention: Literal["sdpa", "cudnn", "flash", "fa3", "fa4"]
+    offload: Literal["none", "text_encoder", "stages"]
+    """What waits in host memory while it has no work: nothing, the text encoder, or all but the stage at work."""
     request_defaults: RequestDefaults
+    sampler_defaults: SamplerConfig
 
 
 @dataclass(frozen=True)
@@ -86,19 +120,12 @@ class GraphConfig:
 
 
 @dataclass(frozen=True)
-class GuidanceConfig:
-    cfg_scale: float
-    """1 turns classifier-free guidance off."""
-    rescale_scale: float
-    """0 turns the rescale off."""
+class ImageConfig:
+    """One image to keep: pixel frame ``frame`` becomes it, fully at ``strength`` 1, not at all at 0."""
 
-
-@dataclass(frozen=True)
-class SamplerConfig:
-    steps: int
-    schedule: Literal["official", "diffusers"]
-    video: GuidanceConfig
-    audio: GuidanceConfig
+    path: str
+    frame: int = 0
+    strength: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,12 +133,22 @@ class RequestConfig:
     prompt: str
     negative_prompt: str
     prompts_file: str | None
+    image: str | None
+    """Short for one entry of ``images``: the first frame, strength 1."""
+    images: tuple[ImageConfig, ...]
+    image_crf: int
+    video: str | None
+    """A clip to start from instead of from noise alone."""
+    noise_level: float
+    """Of ``video``'s latents at the start: 1 keeps nothing of the clip."""
+    audio: Literal["generate", "copy", "none"]
+    sound: str | None
+    """File with the sound for ``copy``, or to start ``generate`` from beside ``video``; null takes ``video``'s own."""
     seed: int
     height: int
     width: int
     num_frames: int
     fps: float
-    audio: bool
 
 
 @dataclass(frozen=True)
@@ -139,7 +176,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    name: Literal["generate", "decode", "bench_decode", "bench_step"]
+    name: Literal["generate", "decode", "bench_decode", "bench_encode", "bench_step"]
     latents: str | None
     """``decode`` only: a latents file, or the folder of the run that wrote it."""
 

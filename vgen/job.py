@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vgen import checkpoint_files, config, record
+from vgen import checkpoint_files, config, record, requests
 from vgen.checkpoint_files import Checkpoint, TextEncoderFiles
 from vgen.config import Config
-from vgen.models.ltx2.config import LTX2Config, from_diffusers, from_official
+from vgen.models.ltx2.config import LTX2Config
+from vgen.models.ltx2.config_diffusers import from_diffusers
+from vgen.models.ltx2.config_official import from_official
 from vgen.requests import Request
 from vgen.typed import ConfigurationError
 
@@ -75,7 +77,7 @@ def read_job(path: Path) -> Job:
     checkpoint = Checkpoint.from_mapping(data["checkpoint"]) if data["checkpoint"] else None
     return Job(
         config=settings,
-        requests=tuple(Request(**request) for request in data["requests"]),
+        requests=tuple(requests.from_mapping(request) for request in data["requests"]),
         checkpoint=checkpoint,
         text_encoder=TextEncoderFiles.from_mapping(data["text_encoder"]) if data["text_encoder"] else None,
         architecture=architecture_of(settings, checkpoint),
@@ -89,7 +91,7 @@ def architecture_of(settings: Config, checkpoint: Checkpoint | None) -> LTX2Conf
     if checkpoint is None:
         assert settings.model.architecture is not None
         return from_official(settings.model.architecture)
-    return from_official(checkpoint.config) if checkpoint.kind == "official" else from_diffusers(checkpoint.config)
+    return from_official(checkpoint.config) if checkpoint.layout == "official" else from_diffusers(checkpoint.config)
 
 
 def _find_files(settings: Config) -> tuple[Checkpoint | None, TextEncoderFiles | None]:

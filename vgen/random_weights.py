@@ -13,12 +13,15 @@ import hashlib
 import math
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from vgen.checkpoint import place_tensor, settle
+from vgen.models.ltx2.snake import kaiser_filter
+from vgen.models.ltx2.upsampler import BINOMIAL
 
 CHUNK = 1 << 23
 """Elements made at once: 8 bytes of counter, 8 of scratch and 4 of fp32 each, 160 MiB."""
@@ -30,26 +33,65 @@ _MASK = (1 << 32) - 1
 class Rule:
     """How to draw the tensors whose full name ``pattern`` finds: uniform with mean ``centre`` and deviation ``std``.
 
-    ``std`` None means ``1 / sqrt(fan_in)``, ``fan_in`` being the product of all dims but the first. For a transposed
+    ``std`` None means ``gain / sqrt(fan_in)``, ``fan_in`` being the product of all dims but the first. For a transposed
     convolution it is twice the input channels: a kernel of k at stride s adds up k/s inputs, 2 to 4 of them in LTX-2.
+    ``compute`` gives a tensor of that shape, on the CPU, in place of drawing: for constants of all checkpoints.
     """
 
     pattern: str
     centre: float = 0.0
     std: float | None = None
     transposed: bool = False
+    gain: float = 1.0
+    compute: Callable[[torch.Size], torch.Tensor] | None = None
+
+
+def low_pass(shape: torch.Size) -> torch.Tensor:
+    """The filter [1, 1, 12] of the 2.3 vocoder's activations."""
+    return kaiser_filter().view(shape)
+
+
+def blur(shape: torch.Size) -> torch.Tensor:
+    """The kernel [1, 1, 5, 5] of the upsamplers' rational resampling."""
+    row = torch.tensor(BINOMIAL, dtype=torch.float32)
+    return (torch.outer(row, row) / row.sum() ** 2).view(shape)
+
+
+def fourier_basis(shape: torch.Size) -> torch.Tensor:
+    """Cosines, then sines, of all frequencies under a Hann window: [2 * (n / 2 + 1), 1, n]."""
+    rows, _, samples = shape
+    angles = torch.outer(torch.arange(rows // 2), torch.arange(samples)).double() * (2 * math.pi / samples)
+    window = torch.hann_window(samples, dtype=torch.float64)
+    return (torch.cat([angles.cos(), -angles.sin()]) * window).unsqueeze(1)
+
+
+def mel_basis(shape: torch.Size) -> torch.Tensor:
+    """Triangles [mel bins, frequencies] with sum 1, equally spaced in mels up to 8 kHz (HTK's formula)."""
+    bins, frequencies = shape
+    mels = 2595 * torch.log10(1 + torch.linspace(0, 8000, frequencies, dtype=torch.float64) / 700)
+    position = mels / mels[-1] * (bins + 1)
+    triangles = (1 - (position - torch.arange(1, bins + 1)[:, None]).abs()).clamp(min=0) + 1e-6
+    return triangles / triangles.sum(dim=1, keepdim=True)
 
 
 RULES = (
     Rule(r"std-of-means$", centre=1.0, std=0.15),  # uniform, so never below 0.74
     Rule(r"mean-of-means$", std=0.2),
     Rule(r"scale_shift_table", std=0.2),
+    Rule(r"\.act\.(alpha|beta)$", std=0.1),  # logarithms
+    Rule(r"\.filter$", compute=low_pass),
+    Rule(r"\.blur_down\.kernel$", compute=blur),
+    Rule(r"\.(forward|inverse)_basis$", compute=fourier_basis),
+    Rule(r"\.mel_basis$", compute=mel_basis),
     Rule(r"learnable_registers$", std=1.0),  # like the text features that they stand beside
     # Gemma-3 multiplies by 1 + weight, LTX-2 by weight.
     Rule(r"\.self_attn\.[qk]_norm\.weight$|_layernorm\.weight$|^text_encoder\.norm\.weight$", std=0.1),
     Rule(r"norm\d*\.weight$", centre=1.0, std=0.1),
     Rule(r"bias$", std=0.02),
-    Rule(r"^vocoder\.ups\.\d+\.weight$", transposed=True),
+    Rule(r"^vocoder\.((vocoder|bwe_generator)\.)?ups\.\d+\.weight$", transposed=True),
+    # SnakeBeta adds to its input, so 2.3's residual blocks would grow; its waveforms would be clamped.
+    Rule(r"^vocoder\.(vocoder|bwe_generator)\.resblocks\.\d+\.convs2\.\d+\.weight$", gain=0.5),
+    Rule(r"^vocoder\.(vocoder|bwe_generator)\.conv_post\.weight$", gain=0.1),
     Rule(r"weight$"),
 )
 """First match wins. A full name starts with its component's, which a pattern may ask for."""
@@ -80,7 +122,10 @@ def fill_random(
         rule = _rule(full_name, rules)
         if not tensor.is_floating_point():
             raise ValueError(f"'{full_name}' is {tensor.dtype}; random weights are for floating-point tensors only")
-        std = 1 / math.sqrt(_fan_in(tensor.shape, rule.transposed)) if rule.std is None else rule.std
+        if rule.compute is not None:
+            place_tensor(module, name, rule.compute(tensor.shape).to(dtype).to(device))
+            continue
+        std = rule.gain / math.sqrt(_fan_in(tensor.shape, rule.transposed)) if rule.std is None else rule.std
         flat = random_tensor(tensor.numel(), full_name, seed, rule.centre, std, device, dtype, chunk)
         place_tensor(module, name, flat.view(tensor.shape))
     settle(module, device)

@@ -26,6 +26,8 @@ STAGES = (
     "capture",
     "warmup",
     "text_encode",
+    "encode_video",
+    "encode_audio",
     "denoise",
     "upsample",
     "decode_video",
@@ -54,7 +56,9 @@ def _active_template() -> dict[str, Any]:
         **dict.fromkeys([*parallel.split(), "attention", "compiled", "cuda_graphs"]),
         "quant": dict.fromkeys(("mode", "layers", "bytes", "backend")),
         "vae_backend": None,
-        "checkpoint": dict.fromkeys(("id", "revision", "kind")),
+        "offload": None,
+        "passes": None,
+        "checkpoint": dict.fromkeys(("id", "revision", "kind", "version", "layout")),
         "weights": None,
     }
 

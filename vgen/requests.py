@@ -5,29 +5,44 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vgen import typed
-from vgen.config import RequestConfig
+from vgen.config import ImageConfig, RequestConfig
 from vgen.typed import ConfigurationError
 
 
 @dataclass(frozen=True)
 class Request:
-    """One video. ``index`` names its files, whichever rank makes it."""
+    """One video. ``index`` names its files, whichever rank makes it; all paths are absolute."""
 
     index: int
     prompt: str
     negative_prompt: str
+    images: tuple[ImageConfig, ...]
+    image_crf: int
+    video: str | None
+    noise_level: float
+    audio: Literal["generate", "copy", "none"]
+    sound: str | None
     seed: int
     height: int
     width: int
     num_frames: int
     fps: float
-    audio: bool
+
+    @property
+    def has_audio(self) -> bool:
+        """Whether the model sees an audio stream and the file gets a sound."""
+        return self.audio != "none"
+
+    @property
+    def sound_source(self) -> str | None:
+        """The file whose sound is kept or started from, if any."""
+        return (self.sound or self.video) if self.has_audio else None
 
 
-_OVERRIDABLE = tuple(field.name for field in dataclasses.fields(Request) if field.name != "index")
+_OVERRIDABLE = tuple(field.name for field in dataclasses.fields(RequestConfig) if field.name != "prompts_file")
 
 
 def build_requests(config: RequestConfig) -> tuple[Request, ...]:
@@ -38,7 +53,7 @@ def build_requests(config: RequestConfig) -> tuple[Request, ...]:
     """
     base = {name: getattr(config, name) for name in _OVERRIDABLE}
     if config.prompts_file is None:
-        return (Request(index=0, **base),)
+        return (_request(0, base),)
     path = Path(config.prompts_file)
     try:
         # Only line feeds separate prompts: str.splitlines() would also cut at characters that a prompt may hold.
@@ -52,7 +67,29 @@ def build_requests(config: RequestConfig) -> tuple[Request, ...]:
     ]
     if not overrides:
         raise ConfigurationError(f"request.prompts_file={config.prompts_file} has no prompt; give one per line")
-    return tuple(typed.build(Request, {"index": i, **base, **override}) for i, override in enumerate(overrides))
+    return tuple(_request(index, {**base, **override}) for index, override in enumerate(overrides))
+
+
+def _request(index: int, values: Mapping[str, Any]) -> Request:
+    plain = {**values, "images": [dataclasses.asdict(image) if isinstance(image, ImageConfig) else image
+                                  for image in values["images"]]}  # fmt: skip
+    config: RequestConfig = typed.build(RequestConfig, {**plain, "prompts_file": None}, path="request")
+    images = tuple(dataclasses.replace(image, path=_absolute(image.path)) for image in config.images)
+    if config.image is not None:
+        images = (ImageConfig(path=_absolute(config.image)), *images)
+    fields = {name: getattr(config, name) for name in _OVERRIDABLE if name != "image"}
+    fields |= {name: None if fields[name] is None else _absolute(fields[name]) for name in ("video", "sound")}
+    return Request(index=index, **{**fields, "images": images})
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def from_mapping(data: Mapping[str, Any]) -> Request:
+    """The request that ``dataclasses.asdict`` took apart, as it comes back from JSON."""
+    request: Request = typed.build(Request, data)
+    return request
 
 
 def _parse_line(path: Path, number: int, line: str) -> Mapping[str, Any]:

@@ -4,27 +4,35 @@ load → LoRA → quantize → fuse → parallelize → compile → capture → 
 is not called, and the module stays the plain one. This version has the first and the last.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vgen import checkpoint, random_weights
 from vgen.job import Job
+from vgen.memory import VISITING, Decode
 from vgen.models import gemma3
+from vgen.models.attention_backends import apply_attention
+from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder
+from vgen.models.ltx2.bandwidth import BandwidthExtendedVocoder
 from vgen.models.ltx2.connectors import TextConnectors
 from vgen.models.ltx2.transformer import LTX2Transformer
+from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.models.ltx2.vocoder import Vocoder
 from vgen.parallel.tiles import Tile, decode_tiled, plan_tiles
 from vgen.pipelines.types import Components, Decoders
 from vgen.progress import progress
 from vgen.requests import Request
+from vgen.residency import Residency
 from vgen.stages.decode import AudioComponents, DecodeVideo, decode_whole
 from vgen.stages.denoise import build_serial_predict
+from vgen.stages.encode import Encoders
 from vgen.stages.latents import latent_geometry
 from vgen.stages.text import TextComponents
 from vgen.validate import tile_settings
@@ -32,72 +40,136 @@ from vgen.validate import tile_settings
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_components(job: Job, device: torch.device) -> Components:
-    """Everything ``task=generate`` needs, on ``device``."""
-    transformer = build_transformer(job, device)
+ENCODERS = ("video_encoder", "audio_encoder")
+DECODERS = ("video_decoder", "audio_decoder", "vocoder")
+TEXT = ("text_encoder", "connectors")
+
+
+def components_of(job: Job) -> tuple[str, ...]:
+    """What ``task=generate`` builds for the requests of ``job``."""
+    return (*TEXT, "transformer", *(ENCODERS if needs_encoders(job.requests) else ()), *DECODERS)
+
+
+def build_components(job: Job, device: torch.device, decode: Decode = "whole") -> Components:
+    """Everything ``task=generate`` needs; each component that visits the device leaves it before the next one loads."""
+    residency = Residency(device, {}, {})
+    text = build_text(job, device, residency)
+    transformer = build_transformer(job, device, residency)
+    encoders = build_encoders(job, device, residency) if needs_encoders(job.requests) else None
     return Components(
         architecture=job.architecture,
-        text=build_text(job, device),
+        text=text,
         transformer=transformer,
         make_predict=partial(build_serial_predict, transformer),
-        decoders=build_decoders(job, device),
+        decoders=build_decoders(job, device, residency, decode),
+        encoders=encoders,
+        residency=residency,
         device=device,
         dtype=DTYPES[job.config.quant.mode],
     )
 
 
-def build_transformer(job: Job, device: torch.device) -> LTX2Transformer:
-    transformer = _load(job, "transformer", lambda: LTX2Transformer(job.architecture.transformer), device)
+def needs_encoders(requests: Iterable[Request]) -> bool:
+    """Whether any request brings an image, a clip or a sound."""
+    return any(request.images or request.video or request.sound_source for request in requests)
+
+
+def build_transformer(job: Job, device: torch.device, residency: Residency | None = None) -> LTX2Transformer:
+    transformer = _load(job, "transformer", device)
     assert isinstance(transformer, LTX2Transformer)
+    apply_attention(transformer, job.config.model.attention)
+    _settle(job, residency, "transformer", transformer)
     return transformer
 
 
-def build_text(job: Job, device: torch.device) -> TextComponents:
-    config = job.config.model.text_encoder
-    if job.text_encoder is None:
-        assert config.architecture is not None
-        tokenizer, architecture = gemma3.byte_tokenizer(), {**gemma3.GEMMA3_12B, **config.architecture}
-    else:
-        tokenizer, architecture = gemma3.load_tokenizer(job.text_encoder.tokenizer_folder), job.text_encoder.config
-    text_encoder = _load(job, "text_encoder", lambda: gemma3.build_text_encoder(architecture), device)
-    hidden_size, num_states = gemma3.hidden_sizes(text_encoder)
-    connectors = _load(
-        job,
-        "connectors",
-        lambda: TextConnectors(
-            job.architecture.video_connector,
-            job.architecture.audio_connector,
-            hidden_size=hidden_size,
-            num_states=num_states,
-        ),
-        device,
-    )
+def build_text(job: Job, device: torch.device, residency: Residency) -> TextComponents:
+    folder = None if job.text_encoder is None else job.text_encoder.tokenizer_folder
+    tokenizer = gemma3.byte_tokenizer() if folder is None else gemma3.load_tokenizer(folder)
+    parts = {}
+    for name in TEXT:
+        parts[name] = _load(job, name, device)
+        _settle(job, residency, name, parts[name])
+    connectors = parts["connectors"]
     assert isinstance(connectors, TextConnectors)
-    return TextComponents(tokenizer, text_encoder, connectors, config.max_length)
+    return TextComponents(tokenizer, parts["text_encoder"], connectors, job.config.model.text_encoder.max_length)
 
 
-def build_decoders(job: Job, device: torch.device) -> Decoders:
-    architecture = job.architecture
-    audio = AudioComponents(
-        decoder=_load(job, "audio_decoder", lambda: AudioDecoder(architecture.audio_decoder), device),
-        vocoder=_load(job, "vocoder", lambda: Vocoder(architecture.vocoder), device),
-        sample_rate=architecture.vocoder.output_sample_rate,
+def build_video_encoder(job: Job, device: torch.device) -> VideoEncoder:
+    encoder = _load(job, "video_encoder", device)
+    assert isinstance(encoder, VideoEncoder)
+    encoder.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    return encoder
+
+
+def build_encoders(job: Job, device: torch.device, residency: Residency) -> Encoders:
+    video = build_video_encoder(job, device)
+    audio = _load(job, "audio_encoder", device)
+    assert isinstance(audio, AudioEncoder)
+    for name, module in zip(ENCODERS, (video, audio), strict=True):
+        _settle(job, residency, name, module)
+    return Encoders(video, audio)
+
+
+def build_decoders(job: Job, device: torch.device, residency: Residency, decode: Decode = "whole") -> Decoders:
+    video = build_video_decoder(job, device)
+    vocoder = _load(job, "vocoder", device)
+    assert isinstance(vocoder, Vocoder | BandwidthExtendedVocoder)
+    audio = AudioComponents(_load(job, "audio_decoder", device), vocoder, vocoder.output_sample_rate)
+    for name, module in zip(DECODERS, (video, audio.decoder, audio.vocoder), strict=True):
+        _settle(job, residency, name, module)
+    return Decoders(decode_video=_build_decode(job, video, decode), audio=audio)
+
+
+def _settle(job: Job, residency: Residency | None, name: str, module: nn.Module) -> None:
+    if residency is not None:
+        (residency.park if name in VISITING[job.config.model.offload] else residency.keep)(name, module)
+
+
+def text_config(job: Job) -> dict[str, Any]:
+    """Sizes of the text encoder, in transformers' words."""
+    if job.text_encoder is not None:
+        return gemma3.text_config(job.text_encoder.config)
+    assert job.config.model.text_encoder.architecture is not None
+    return {**gemma3.GEMMA3_12B, **job.config.model.text_encoder.architecture}
+
+
+def _connectors(job: Job) -> nn.Module:
+    text, architecture = text_config(job), job.architecture
+    return TextConnectors(
+        architecture.video_connector,
+        architecture.audio_connector,
+        hidden_size=text["hidden_size"],
+        num_states=text["num_hidden_layers"] + 1,
+        text_projection=architecture.text_projection,
     )
-    return Decoders(decode_video=_build_decode(job, build_video_decoder(job, device)), audio=audio)
+
+
+def _vocoder(job: Job) -> nn.Module:
+    architecture = job.architecture
+    if architecture.bandwidth_extension is None:
+        return Vocoder(architecture.vocoder)
+    return BandwidthExtendedVocoder(architecture.vocoder, architecture.bandwidth_extension)
+
+
+MODULES: Mapping[str, Callable[[Job], nn.Module]] = {
+    "text_encoder": lambda job: gemma3.build_text_encoder(text_config(job)),
+    "connectors": _connectors,
+    "transformer": lambda job: LTX2Transformer(job.architecture.transformer),
+    "video_encoder": lambda job: VideoEncoder(job.architecture.video_encoder),
+    "audio_encoder": lambda job: AudioEncoder(job.architecture.audio_encoder),
+    "video_decoder": lambda job: VideoDecoder(job.architecture.video_decoder),
+    "audio_decoder": lambda job: AudioDecoder(job.architecture.audio_decoder),
+    "vocoder": _vocoder,
+}
+"""How each component is built from the job, before it has weights."""
 
 
 def build_video_decoder(job: Job, device: torch.device) -> VideoDecoder:
-    decoder = _load(job, "video_decoder", lambda: VideoDecoder(job.architecture.video_decoder), device)
+    decoder = _load(job, "video_decoder", device)
     assert isinstance(decoder, VideoDecoder)
     # The decoder keeps its weights' memory format; convolutions want channels last, and converting each time costs.
     decoder.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     return decoder
-
-
-def decode_strategy(job: Job) -> str:
-    """``auto`` is ``whole``: the exact decode."""
-    strategy = job.config.parallel.vae_strategy
-    return "whole" if strategy == "auto" else strategy
 
 
 def plan_decode(job: Job, request: Request) -> tuple[Tile, ...]:
@@ -108,8 +180,8 @@ def plan_decode(job: Job, request: Request) -> tuple[Tile, ...]:
     )
 
 
-def _build_decode(job: Job, decoder: nn.Module) -> DecodeVideo:
-    if decode_strategy(job) == "whole":
+def _build_decode(job: Job, decoder: nn.Module, strategy: Decode) -> DecodeVideo:
+    if strategy == "whole":
         return decode_whole(decoder)
     settings = tile_settings(job.config.model.vae)
 
@@ -122,10 +194,10 @@ def _build_decode(job: Job, decoder: nn.Module) -> DecodeVideo:
     return decode
 
 
-def _load(job: Job, component: str, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+def _load(job: Job, component: str, device: torch.device) -> nn.Module:
     dtype = DTYPES[job.config.quant.mode]
     with torch.device("meta"):
-        module = build()
+        module = MODULES[component](job)
     module.requires_grad_(False).eval()
     source = None
     if component == "text_encoder" and job.text_encoder is not None:

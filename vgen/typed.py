@@ -24,10 +24,12 @@ def build(cls: type, data: Any, path: str = "") -> Any:
     for key in data:
         if key not in names:
             raise ConfigurationError(_unknown(_join(path, str(key)), str(key), names))
-    missing = [name for name in names if name not in data or data[name] == "???"]
+    required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    given = [name for name in names if name in data and data[name] != "???"]
+    missing = [name for name in required if name not in given]
     if missing:
         raise ConfigurationError(f"{_join(path, missing[0])} is not set; give {_join(path, missing[0])}=<value>")
-    return cls(**{name: _convert(hints[name], data[name], _join(path, name)) for name in names})
+    return cls(**{name: _convert(hints[name], data[name], _join(path, name)) for name in given})
 
 
 def _join(path: str, key: str) -> str:

@@ -1,17 +1,29 @@
 """Rules across settings, each with its sentence; runs before any process starts or any weight loads."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
-from vgen.config import Config, GuidanceConfig, VaeConfig
+from vgen import media_probe
+from vgen.checkpoint_files import Checkpoint
+from vgen.config import Config, GuidanceConfig, SamplerConfig, VaeConfig
 from vgen.models.ltx2.config import VIDEO_COMPRESSION, LTX2Config
 from vgen.parallel.tiles import TileSettings
 from vgen.requests import Request
 from vgen.typed import ConfigurationError
 
+DISTILLED_STEPS = 8
+"""Steps of the schedule that distilled checkpoints were trained for."""
 
-def validate(config: Config, requests: tuple[Request, ...], architecture: LTX2Config, num_gpus: int | None) -> None:
-    """Check everything that can be known from the configuration, the checkpoint's header and the machine.
+
+def validate(
+    config: Config,
+    requests: tuple[Request, ...],
+    architecture: LTX2Config,
+    num_gpus: int | None,
+    checkpoint: Checkpoint | None = None,
+) -> None:
+    """Check everything that can be known from the configuration, the checkpoint's header, the files and the machine.
 
     ``num_gpus`` is None where it could not be told.
 
@@ -19,10 +31,13 @@ def validate(config: Config, requests: tuple[Request, ...], architecture: LTX2Co
         ConfigurationError: the first rule that does not hold.
     """
     _validate_parallel(config, num_gpus)
-    _validate_sampler(config)
+    _validate_sampler(config, architecture)
+    _validate_kind(config, checkpoint)
     _validate_output(config)
     for request in requests:
         validate_request(request, several=len(requests) > 1)
+        if config.task.name == "generate":
+            _validate_inputs(request, f"request {request.index}: " if len(requests) > 1 else "", config.sampler)
     _validate_text(config, architecture)
     tile_settings(config.model.vae)
 
@@ -62,23 +77,73 @@ def _validate_parallel(config: Config, num_gpus: int | None) -> None:
         )
 
 
-def _validate_sampler(config: Config) -> None:
+def _validate_sampler(config: Config, architecture: LTX2Config) -> None:
     sampler = config.sampler
     if sampler.steps < 1:
         raise ConfigurationError(f"sampler.steps={sampler.steps} denoises nothing; give 1 or more")
+    _validate_sigmas(sampler)
     for name in ("video", "audio"):
-        _validate_guidance(f"sampler.{name}", getattr(sampler, name))
+        _validate_guidance(f"sampler.{name}", getattr(sampler, name), architecture.transformer.num_layers)
     if config.bench.warmup < 0:
         raise ConfigurationError(f"bench.warmup={config.bench.warmup} is negative; give 0 or more")
     if config.bench.repeats < 1:
         raise ConfigurationError(f"bench.repeats={config.bench.repeats} runs nothing; give 1 or more")
 
 
-def _validate_guidance(path: str, guidance: GuidanceConfig) -> None:
-    if not math.isfinite(guidance.cfg_scale) or guidance.cfg_scale < 0:
-        raise ConfigurationError(f"{path}.cfg_scale={guidance.cfg_scale} is not a scale; give 1 (off) or more")
+def _validate_sigmas(sampler: SamplerConfig) -> None:
+    if sampler.sigmas is None:
+        if sampler.schedule == "distilled" and sampler.steps != DISTILLED_STEPS:
+            raise ConfigurationError(
+                f"sampler.steps={sampler.steps} does not fit sampler.schedule=distilled, whose {DISTILLED_STEPS} "
+                f"sigmas are fixed; use sampler.steps={DISTILLED_STEPS} or a list in sampler.sigmas"
+            )
+        return
+    falls = all(high > low for high, low in pairwise(sampler.sigmas))
+    if len(sampler.sigmas) < 2 or not falls or sampler.sigmas[-1] != 0 or not 0 < sampler.sigmas[0] <= 1:
+        raise ConfigurationError(
+            f"sampler.sigmas={list(sampler.sigmas)} does not fall from at most 1 to 0; "
+            f"give a list such as [1.0,0.5,0.0]"
+        )
+
+
+def _validate_guidance(path: str, guidance: GuidanceConfig, num_layers: int) -> None:
+    for name, off in (("cfg_scale", 1), ("stg_scale", 0), ("modality_scale", 1)):
+        value = getattr(guidance, name)
+        if not math.isfinite(value) or value < 0:
+            raise ConfigurationError(f"{path}.{name}={value} is not a scale; give {off} (off) or more")
     if not 0 <= guidance.rescale_scale <= 1:
         raise ConfigurationError(f"{path}.rescale_scale={guidance.rescale_scale} is outside 0 (off) to 1")
+    if guidance.skip_step < 0:
+        raise ConfigurationError(f"{path}.skip_step={guidance.skip_step} is negative; give 0 (none) or more")
+    if guidance.stg_scale != 0 and not guidance.stg_blocks:
+        raise ConfigurationError(
+            f"{path}.stg_scale={guidance.stg_scale} has no blocks to perturb; name some in {path}.stg_blocks=[…] or "
+            f"use {path}.stg_scale=0"
+        )
+    if wrong := [block for block in guidance.stg_blocks if not 0 <= block < num_layers]:
+        raise ConfigurationError(
+            f"{path}.stg_blocks has {wrong[0]}, but this model's blocks are 0 to {num_layers - 1}; use one of those"
+        )
+
+
+def _validate_kind(config: Config, checkpoint: Checkpoint | None) -> None:
+    """A schedule is part of what a distilled checkpoint was trained for; the file's own word counts for more."""
+    kind = (checkpoint.kind if checkpoint else None) or config.model.kind
+    sampler = config.sampler
+    if sampler.sigmas is not None or config.task.name != "generate":
+        return
+    if (sampler.schedule == "distilled") == (kind == "distilled"):
+        return
+    name = checkpoint.id if checkpoint else f"model={config.model.name}"
+    if kind == "distilled":
+        raise ConfigurationError(
+            f"sampler.schedule={sampler.schedule} does not fit {name}, which is distilled for {DISTILLED_STEPS} fixed "
+            f"sigmas without guidance; use a distilled model (model=ltx2_distilled) with this checkpoint"
+        )
+    raise ConfigurationError(
+        f"sampler.schedule=distilled does not fit {name}, which is not distilled; use sampler.schedule=official or a "
+        f"distilled checkpoint"
+    )
 
 
 def _validate_output(config: Config) -> None:
@@ -107,6 +172,61 @@ def validate_request(request: Request, several: bool = False) -> None:
         raise ConfigurationError(f"{where}request.fps={request.fps} is outside 1 to 240 frames per second")
     if not 0 <= request.seed < 2**63:
         raise ConfigurationError(f"{where}request.seed={request.seed} is outside 0 to 2^63 - 1")
+
+
+def _validate_inputs(request: Request, where: str, sampler: SamplerConfig) -> None:
+    """The files that a request brings, and whether they fit what it asks for."""
+    try:
+        frames, strengths = [image.frame for image in request.images], [image.strength for image in request.images]
+        media_probe.validate_images(frames, strengths, request.num_frames)
+        for image in request.images:
+            media_probe.probe_image(Path(image.path))
+        if request.video is not None:
+            media_probe.validate_video(Path(request.video), request.num_frames, request.fps)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}{error}") from None
+    if not 0 <= request.image_crf <= 51:
+        raise ConfigurationError(f"{where}request.image_crf={request.image_crf} is outside 0 (off) to H.264's 51")
+    if not 0 < request.noise_level <= 1:
+        raise ConfigurationError(f"{where}request.noise_level={request.noise_level} is outside 0 to 1 (nothing kept)")
+    _validate_start(request, where, sampler)
+    _validate_sound(request, where)
+
+
+def _validate_start(request: Request, where: str, sampler: SamplerConfig) -> None:
+    if sampler.sigmas is None:
+        return
+    first = sampler.sigmas[0]
+    if request.video is None and first != 1:
+        raise ConfigurationError(
+            f"{where}sampler.sigmas starts at {first}, but without request.video there is only noise to start from; "
+            f"start at 1.0 or give request.video"
+        )
+    if request.video is not None and request.noise_level > first:
+        raise ConfigurationError(
+            f"{where}request.noise_level={request.noise_level} is above the first of sampler.sigmas, {first}; "
+            f"use {first} or less, or a list that starts higher"
+        )
+
+
+def _validate_sound(request: Request, where: str) -> None:
+    source = request.sound_source
+    if source is None and request.audio != "copy":
+        return
+    if source is None:
+        raise ConfigurationError(
+            f"{where}request.audio=copy has no sound to keep; give request.sound=<file> or use request.audio=generate"
+        )
+    if request.sound is not None and request.audio == "generate" and request.video is None:
+        raise ConfigurationError(
+            f"{where}request.sound={request.sound} is not read with request.audio=generate from noise; use "
+            f"request.audio=copy to keep it"
+        )
+    starts_from_it = request.audio == "generate" and request.noise_level == 1
+    if starts_from_it or media_probe.probe_audio(Path(source)) is not None:
+        return
+    fix = "request.sound=<file with sound> or request.audio=none"
+    raise ConfigurationError(f"{where}{source} has no sound, which request.audio={request.audio} needs; use {fix}")
 
 
 def _validate_multiple(name: str, value: int, step: int, *, offset: int, smallest: int) -> None:

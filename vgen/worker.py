@@ -22,7 +22,7 @@ from vgen import config, record, tracking, transforms
 from vgen.job import Job, read_job
 from vgen.metrics.environment import collect_environment
 from vgen.metrics.timer import reduce_max, stage_of, timings_record
-from vgen.tasks import bench_decode, bench_step, decode, generate
+from vgen.tasks import bench_decode, bench_encode, bench_step, decode, generate
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
 
@@ -32,6 +32,7 @@ TASKS = {
     "generate": generate.run,
     "decode": decode.run,
     "bench_decode": bench_decode.run,
+    "bench_encode": bench_encode.run,
     "bench_step": bench_step.run,
 }
 
@@ -41,6 +42,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO, format=f"[%(asctime)s][rank {rank}][%(name)s][%(levelname)s] %(message)s")
+    _show_notices()
     for chatty in ("lightning.fabric", "lightning.pytorch", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
@@ -56,6 +58,15 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # everything is written, and no library's thread needs a farewell
+
+
+def _show_notices() -> None:
+    """Lines that the parent passes on to the user's console at once (``app.NOTICE``), whatever the log's level."""
+    logger, handler = logging.getLogger("vgen.notice"), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("vgen: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def run_inline(path: Path) -> None:
@@ -141,7 +152,7 @@ def _build_record(job: Job, results: list[RankResult], total_s: float) -> dict[s
     return record.build_record(
         config=config.to_mapping(job.config),
         status="ok",
-        active=_active(job),
+        active=_active(job, results[0].active),
         timings_s={**reduce_max(timings), "total": total_s},
         memory_gib={
             "per_rank": [result.peak_gib for result in results],
@@ -157,32 +168,37 @@ def _number(file_name: str) -> int:
     return int(Path(file_name).stem.rpartition("_")[2])
 
 
-def _active(job: Job) -> dict[str, Any]:
-    """What truly ran, as opposed to what was asked for."""
-    parallel, strategy = job.config.parallel, transforms.decode_strategy(job)
-    request = job.requests[0]
+def _active(job: Job, ran: dict[str, Any]) -> dict[str, Any]:
+    """What truly ran, as opposed to what was asked for; ``ran`` is what the task decided."""
+    parallel, model = job.config.parallel, job.config.model
+    tiles = len(transforms.plan_decode(job, job.requests[0])) if ran.get("vae_strategy") == "tile" else 1
     return {
         "world_size": parallel.world_size,
         "data_size": parallel.data_size,
         "cfg_size": parallel.cfg_size,
         "ulysses_size": parallel.ulysses_size,
         "vae_size": parallel.vae_size,
-        "vae_strategy": strategy,
-        "tiles": len(transforms.plan_decode(job, request)) if strategy == "tile" else 1,
-        "attention": job.config.model.attention,
+        "tiles": tiles,
+        "attention": model.attention,
         "compiled": False,
         "cuda_graphs": 0,
         "quant": {"mode": job.config.quant.mode},
-        "vae_backend": job.config.model.vae.backend,
+        "vae_backend": model.vae.backend,
+        "offload": model.offload,
         "checkpoint": _checkpoint(job),
-        "weights": job.config.model.weights,
+        "weights": model.weights,
+        **ran,
     }
 
 
 def _checkpoint(job: Job) -> dict[str, Any]:
-    if job.checkpoint is None:
-        return {}
-    return {"id": job.checkpoint.id, "revision": job.checkpoint.revision, "kind": job.checkpoint.kind}
+    """``kind`` is what the files say of themselves, or what the configuration takes them for."""
+    checkpoint = job.checkpoint
+    kind = {"kind": job.config.model.kind, "version": job.architecture.version}
+    if checkpoint is None:
+        return kind
+    kind["kind"] = checkpoint.kind or job.config.model.kind
+    return {**kind, "id": checkpoint.id, "revision": checkpoint.revision, "layout": checkpoint.layout}
 
 
 if __name__ == "__main__":

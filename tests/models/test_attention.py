@@ -10,8 +10,8 @@ from vgen.models.attention import Attention, rotate, sdpa
 HEADS, HEAD_DIM = 3, 8
 
 
-def build(width: int = 20, context_width: int = 14) -> Attention:
-    module = Attention(width, context_width, HEADS, HEAD_DIM, norm_eps=1e-3).double()
+def build(width: int = 20, context_width: int = 14, gated: bool = False) -> Attention:
+    module = Attention(width, context_width, HEADS, HEAD_DIM, norm_eps=1e-3, gated=gated).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -27,7 +27,14 @@ def make_rope(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def by_hand(module: Attention, x: Tensor, context: Tensor, turn_q: object = None, turn_k: object = None) -> Tensor:
+def by_hand(
+    module: Attention,
+    x: Tensor,
+    context: Tensor,
+    turn_q: object = None,
+    turn_k: object = None,
+    keep: tuple[bool, ...] | None = None,
+) -> Tensor:
     def normed(t: Tensor, weight: Tensor) -> Tensor:
         return t / (t.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight
 
@@ -38,6 +45,11 @@ def by_hand(module: Attention, x: Tensor, context: Tensor, turn_q: object = None
     q = q if turn_q is None else rotate(q, *turn_q)  # type: ignore[misc]
     k = k if turn_k is None else rotate(k, *turn_k)  # type: ignore[misc]
     out = torch.softmax(q @ k.transpose(-1, -2) / HEAD_DIM**0.5, dim=-1) @ v
+    if keep is not None:
+        out = torch.stack([attended if kept else value for attended, value, kept in zip(out, v, keep, strict=True)])
+    if module.to_gate_logits is not None:
+        logits = x @ module.to_gate_logits.weight.T + module.to_gate_logits.bias
+        out = out * (2 / (1 + torch.exp(-logits))).transpose(1, 2).unsqueeze(-1)
     out = out.transpose(1, 2).reshape(*x.shape[:2], -1)
     return out @ module.to_out[0].weight.T + module.to_out[0].bias
 
@@ -61,6 +73,55 @@ def test_keys_have_their_own_rope() -> None:
     )
 
 
+def test_gates_follow_the_queries_input_per_head() -> None:
+    module, x, context = build(gated=True), randn(2, 5, 20), randn(2, 7, 14, seed=2)
+    torch.testing.assert_close(module(x, context), by_hand(module, x, context), rtol=0, atol=1e-12)
+    assert module.to_gate_logits is not None
+    module.to_gate_logits.weight.zero_()
+    module.to_gate_logits.bias.zero_()
+    open_gates = module(x, context)
+    module.to_gate_logits = None
+    torch.testing.assert_close(open_gates, module(x, context), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_bypass_keeps_value_gate_and_output_projection(gated: bool) -> None:
+    module, x, rope = build(20, 20, gated), randn(3, 5, 20), make_rope(5, seed=3)
+    for keep in [(False, False, False), (True, False, True), (True, True, True)]:
+        expected = by_hand(module, x, x, rope, rope, keep)
+        mask = torch.tensor(keep)[:, None, None]
+        torch.testing.assert_close(module(x, rope=rope, keep=mask), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        module(x, rope=rope, keep=False), by_hand(module, x, x, rope, rope, (False,) * 3), rtol=0, atol=1e-12
+    )
+    assert torch.equal(module(x, rope=rope, keep=True), module(x, rope=rope))
+
+
+def test_a_full_bypass_computes_neither_queries_nor_keys_nor_attention() -> None:
+    module, x = build(20, 20, gated=True), randn(2, 5, 20)
+    ran: list[str] = []
+    for name, part in module.named_modules():
+        part.register_forward_hook(lambda *_, name=name: ran.append(name))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        raise AssertionError("attention ran")
+
+    module.attend = attend
+    module(x, rope=make_rope(5, seed=3), keep=False)
+    assert ran == ["to_v", "to_gate_logits", "to_out.0", ""]
+
+
+def test_keys_and_values_can_be_made_before() -> None:
+    module, x, context, rope = build(gated=True), randn(2, 5, 20), randn(2, 7, 14, seed=2), make_rope(7, seed=4)
+    keys_values = module.keys_values(context)
+    assert keys_values.keys.shape == keys_values.values.shape == (2, HEADS, 7, HEAD_DIM)
+    assert torch.equal(module(x, keys_values), module(x, context))
+    turned = module(x, keys_values, make_rope(5, seed=3), rope)
+    assert torch.equal(turned, module(x, context, make_rope(5, seed=3), rope))
+    # Turning makes new keys: those kept stay as they were.
+    assert torch.equal(module(x, keys_values), module(x, context))
+
+
 def test_names_and_shapes_are_those_of_the_checkpoint() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in build().state_dict().items()}
     assert shapes == {
@@ -75,6 +136,8 @@ def test_names_and_shapes_are_those_of_the_checkpoint() -> None:
         "q_norm.weight": (24,),
         "k_norm.weight": (24,),
     }
+    gated = {name: tuple(tensor.shape) for name, tensor in build(gated=True).state_dict().items()}
+    assert gated == {**shapes, "to_gate_logits.weight": (HEADS, 20), "to_gate_logits.bias": (HEADS,)}
 
 
 def test_attend_is_an_attribute_that_others_replace() -> None:

@@ -10,6 +10,14 @@ DecodeVideo = Callable[[Tensor], Iterator[Tensor]]
 """``[1, C, F, H, W]`` latents to ``[1, 3, f, H, W]`` frames in about [-1, 1], in one or more groups along time."""
 
 
+@dataclass(frozen=True, eq=False)
+class Sound:
+    """``waveform`` ``[2, samples]`` float32 in [-1, 1] on the CPU, ``sample_rate`` in Hz."""
+
+    waveform: Tensor
+    sample_rate: int
+
+
 @dataclass(frozen=True)
 class AudioComponents:
     decoder: nn.Module
@@ -27,9 +35,8 @@ def decode_whole(decoder: nn.Module) -> DecodeVideo:
     return decode
 
 
-def decode_audio(components: AudioComponents, latents: Tensor) -> Tensor:
-    """``[1, C, T, M]`` audio latents to a ``[2, samples]`` float32 waveform in [-1, 1] on the CPU."""
+def decode_audio(components: AudioComponents, latents: Tensor) -> Sound:
+    """``[1, C, T, M]`` audio latents to sound."""
     with torch.no_grad():
-        mel = components.decoder(latents)
-        waveform = components.vocoder(mel)
-    return waveform[0].float().cpu()
+        waveform = components.vocoder(components.decoder(latents))
+    return Sound(waveform[0].float().cpu(), components.sample_rate)

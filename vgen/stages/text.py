@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vgen.models.gemma3 import Tokenizer, encode_hidden_states
 from vgen.models.ltx2.connectors import TextConnectors
 
-log = logging.getLogger(__name__)
+notice = logging.getLogger("vgen.notice")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def encode_prompts(components: TextComponents, prompts: Sequence[str], device: t
 def _encode_one(components: TextComponents, prompt: str, device: torch.device) -> Context:
     tokens = components.tokenizer.tokenize([prompt], components.max_length)
     if tokens.dropped[0]:
-        log.warning(
+        notice.warning(
             "the prompt is %d tokens longer than the %d that the text encoder takes; its end is cut: …%s",
             tokens.dropped[0],
             components.max_length,

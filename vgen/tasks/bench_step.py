@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from vgen import transforms
+from vgen import planning, transforms
+from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.geometry import Geometry
-from vgen.models.ltx2.transformer import LTX2Transformer, Stream
+from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
 from vgen.stages.latents import Latents, latent_geometry, make_noise
+from vgen.stages.text import Context
 from vgen.tasks import peers
 from vgen.tasks.bench import write_bench
 from vgen.tasks.measure import measure, relative_error
@@ -21,22 +23,31 @@ def run(context: TaskContext) -> RankResult:
     job, device, bench = context.job, context.device, context.job.config.bench
     dtype = transforms.DTYPES[job.config.quant.mode]
     timer, result = StageTimer(device), RankResult()
+    plan = planning.plan_run(job, job.requests, device, ("transformer",))
+    result.active = {"attention": plan.attention}
     with timer("load"):
         transformer = transforms.build_transformer(job, device)
     result.add_once(timer)
     geometry = latent_geometry(job.requests[0])
     latents = make_noise(geometry, job.architecture, seed=job.requests[0].seed, device=device, dtype=dtype)
     assert latents.audio is not None
-    length, width = job.config.model.text_encoder.max_length, job.architecture.transformer.caption_channels
-    text = torch.randn(1, length, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-
-    def ours() -> tuple[Tensor, Tensor]:
-        return _forward(transformer, geometry, latents, text)
-
+    text = _random_text(job, device, dtype)
     errors, rows = {}, []
     with torch.no_grad():
+        prepared = transformer.prepare_text(text.video, "video"), transformer.prepare_text(text.audio, "audio")
+
+        def ours() -> tuple[Tensor, Tensor]:
+            return _forward(transformer, geometry, latents, *prepared)
+
+        def ours_with_text() -> tuple[Tensor, Tensor]:
+            return _forward(transformer, geometry, latents, text.video, text.audio)
+
         rows.append(measure("vgen eager", ours, device, warmup=bench.warmup, repeats=bench.repeats))
         reference = ours()
+        if transformer.config.caption_projection:
+            name = "vgen, text each step"
+            rows.append(measure(name, ours_with_text, device, warmup=bench.warmup, repeats=bench.repeats))
+            errors[name] = _error(reference, ours_with_text())
         if "diffusers" in bench.peers:
             peer = peers.diffusers_transformer(transformer, job.architecture.transformer)
 
@@ -44,32 +55,48 @@ def run(context: TaskContext) -> RankResult:
                 return _forward_diffusers(peer, geometry, latents, text)
 
             rows.append(measure("diffusers eager", theirs, device, warmup=bench.warmup, repeats=bench.repeats))
-            errors["diffusers eager"] = max(
-                relative_error(mine, other) for mine, other in zip(reference, theirs(), strict=True)
-            )
+            errors["diffusers eager"] = _error(reference, theirs())
     write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against="vgen eager")
     return result
 
 
-def _forward(transformer: LTX2Transformer, geometry: Geometry, latents: Latents, text: Tensor) -> tuple[Tensor, Tensor]:
-    sigma = torch.full((1,), SIGMA, device=text.device)
-    rope = transformer.rope_tables(geometry, text.device, text.dtype)
+def _random_text(job: Job, device: torch.device, dtype: torch.dtype) -> Context:
+    """Text of the widths that the transformer takes: the text encoder's in 2.0, the streams' own in 2.3."""
+    config, length = job.architecture.transformer, job.config.model.text_encoder.max_length
+    widths = (config.caption_channels,) * 2 if config.caption_projection else (config.width, config.audio_width)
+    draw = torch.Generator().manual_seed(0)
+    return Context(*(torch.randn(1, length, width, generator=draw).to(device, dtype) for width in widths))
+
+
+def _error(reference: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
+    return max(relative_error(ours, theirs) for ours, theirs in zip(reference, other, strict=True))
+
+
+def _forward(
+    transformer: LTX2Transformer,
+    geometry: Geometry,
+    latents: Latents,
+    video_text: Tensor | TextKeysValues,
+    audio_text: Tensor | TextKeysValues,
+) -> tuple[Tensor, Tensor]:
+    sigma = torch.full((1,), SIGMA, device=latents.video.device)
+    rope = transformer.rope_tables(geometry, latents.video.device, latents.video.dtype)
     assert latents.audio is not None
     video, audio = transformer(
-        Stream(latents.video, timestep=sigma, sigma=sigma, context=text),
-        Stream(latents.audio, timestep=sigma, sigma=sigma, context=text),
+        Stream(latents.video, timestep=sigma, sigma=sigma, context=video_text),
+        Stream(latents.audio, timestep=sigma, sigma=sigma, context=audio_text),
         rope,
     )
     return video, audio
 
 
-def _forward_diffusers(peer: nn.Module, geometry: Geometry, latents: Latents, text: Tensor) -> tuple[Tensor, Tensor]:
-    sigma = torch.full((1,), SIGMA, device=text.device) * 1000
+def _forward_diffusers(peer: nn.Module, geometry: Geometry, latents: Latents, text: Context) -> tuple[Tensor, Tensor]:
+    sigma = torch.full((1,), SIGMA, device=latents.video.device) * 1000
     video, audio = peer(
         hidden_states=latents.video,
         audio_hidden_states=latents.audio,
-        encoder_hidden_states=text,
-        audio_encoder_hidden_states=text,
+        encoder_hidden_states=text.video,
+        audio_encoder_hidden_states=text.audio,
         timestep=sigma,
         sigma=sigma,
         num_frames=geometry.latent_frames,

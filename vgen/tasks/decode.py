@@ -2,13 +2,17 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from vgen import media, transforms
+from vgen import media, planning, requests, transforms
+from vgen.checkpoint_files import read_header
 from vgen.metrics.timer import StageTimer
 from vgen.pipelines import ltx2
 from vgen.pipelines.types import Decoders
 from vgen.requests import Request
+from vgen.residency import Residency
+from vgen.stages.encode import load_sound
 from vgen.tasks.samples import SampleWriter
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
@@ -20,30 +24,44 @@ def run(context: TaskContext) -> RankResult:
     assert job.config.task.latents is not None
     mine = find_latents(Path(job.config.task.latents))[context.data_rank :: context.data_size]
     timer = StageTimer(device)
+    plan = planning.plan_run(job, [_request_of(path) for path in mine], device, transforms.DECODERS)
+    result.active = {"vae_strategy": plan.decode}
+    residency = Residency(device, {}, {})
     with timer("load"):
-        decoders = transforms.build_decoders(job, device)
+        decoders = transforms.build_decoders(job, device, residency, plan.decode)
     result.add_once(timer)
     for path in mine:
         timer = StageTimer(device)
-        sink = _decode_file(context, decoders, path, timer)
+        sink = _decode_file(context, decoders, residency, path, timer)
         result.add_request(timer)
         result.outputs.append(sink.row())
     return result
 
 
-def _decode_file(context: TaskContext, decoders: Decoders, path: Path, timer: StageTimer) -> SampleWriter:
+def _decode_file(
+    context: TaskContext, decoders: Decoders, residency: Residency, path: Path, timer: StageTimer
+) -> SampleWriter:
     config = context.job.config
     video, audio, metadata = media.load_latents(path)
-    if "request" not in metadata:
-        raise media.OutputError(f"{path} does not say what was asked for; give a latents file of this program")
-    request = Request(**json.loads(metadata["request"]))
-    sink = SampleWriter(request, context.job.out_dir, config.output, decoders.audio.sample_rate)
+    request = _request_in(path, metadata)
+    sink = SampleWriter(request, context.job.out_dir, config.output)
     sink.save_latents(video, audio)
     dtype = transforms.DTYPES[config.quant.mode]
     on_device = [None if latents is None else latents.to(context.device, dtype) for latents in (video, audio)]
     assert on_device[0] is not None
-    ltx2.decode(decoders, on_device[0], on_device[1], sink, timer)
+    kept = load_sound(request) if request.audio == "copy" else None
+    ltx2.decode(decoders, on_device[0], on_device[1], sink, residency, timer, kept)
     return sink
+
+
+def _request_of(path: Path) -> Request:
+    return _request_in(path, read_header(path).metadata)
+
+
+def _request_in(path: Path, metadata: Mapping[str, str]) -> Request:
+    if "request" not in metadata:
+        raise media.OutputError(f"{path} does not say what was asked for; give a latents file of this program")
+    return requests.from_mapping(json.loads(metadata["request"]))
 
 
 def find_latents(path: Path) -> list[Path]:

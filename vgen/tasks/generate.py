@@ -1,6 +1,6 @@
 """``task=generate``: this rank's share of the prompts, each to its own files."""
 
-from vgen import transforms
+from vgen import planning, transforms
 from vgen.metrics.timer import StageTimer
 from vgen.pipelines import ltx2
 from vgen.pipelines.types import Components
@@ -14,8 +14,15 @@ def run(context: TaskContext) -> RankResult:
     job, device, result = context.job, context.device, RankResult()
     mine = job.requests[context.data_rank :: context.data_size]
     timer = StageTimer(device)
+    plan = planning.plan_run(job, job.requests, device, transforms.components_of(job))
     with timer("load"):
-        components = transforms.build_components(job, device)
+        components = transforms.build_components(job, device, plan.decode)
+    passes = ltx2.plan_request_passes(job.requests[0], job.config.sampler)
+    result.active = {
+        "vae_strategy": plan.decode,
+        "attention": plan.attention,
+        "passes": [one.name for one in passes],
+    }
     _warm_up(context, components, mine[:1], timer)
     result.add_once(timer)
     for request in mine:
@@ -34,7 +41,7 @@ def _run_request(context: TaskContext, components: Components, request: Request,
     config = context.job.config
     for repeat in range(config.bench.repeats):
         timer = StageTimer(context.device)
-        sink = SampleWriter(request, context.job.out_dir, config.output, components.decoders.audio.sample_rate)
+        sink = SampleWriter(request, context.job.out_dir, config.output)
         ltx2.generate(components, request, config.sampler, sink, timer)
         result.add_request(timer)
         if repeat == 0:

@@ -3,13 +3,20 @@
 diffusers is an optional extra (``pip install vgen[test]``); a module of ours lends it its tensors, nothing is copied.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from vgen.models.ltx2 import keys
-from vgen.models.ltx2.config import TransformerConfig, VideoDecoderConfig
+from vgen.models.ltx2.config import (
+    DecoderBlock,
+    EncoderBlock,
+    TransformerConfig,
+    VideoDecoderConfig,
+    VideoEncoderConfig,
+)
 from vgen.typed import ConfigurationError
 
 
@@ -40,14 +47,24 @@ def diffusers_transformer(ours: nn.Module, config: TransformerConfig) -> nn.Modu
             timestep_scale_multiplier=config.timestep_scale_multiplier,
             cross_attn_timestep_scale_multiplier=config.av_timestep_scale_multiplier,
             rope_type="split",
+            gated_attn=config.gated_attention,
+            audio_gated_attn=config.gated_attention,
+            cross_attn_mod=config.cross_attention_adaln,
+            audio_cross_attn_mod=config.cross_attention_adaln,
+            perturbed_attn=config.gated_attention,
+            use_prompt_embeddings=config.caption_projection,
         )
     return _lend(ours, peer, "transformer")
+
+
+_STRIDES = {"all": "spatiotemporal", "time": "temporal", "space": "spatial"}
+"""Middle of a block's kind to diffusers' word for the axes that it halves or doubles."""
 
 
 def diffusers_video_decoder(ours: nn.Module, config: VideoDecoderConfig) -> nn.Module:
     """``diffusers.AutoencoderKLLTX2Video`` with our decoder's tensors and no encoder."""
     cls = _diffusers("AutoencoderKLLTX2Video")
-    ups = [block for block in config.blocks if block.kind == "compress_all"]
+    ups = [block for block in config.blocks if block.kind != "res_x"]
     layers = [block.num_layers for block in config.blocks if block.kind == "res_x"]
     width, channels = config.base_channels, []
     for block in reversed(ups):
@@ -61,7 +78,8 @@ def diffusers_video_decoder(ours: nn.Module, config: VideoDecoderConfig) -> nn.M
             decoder_layers_per_block=tuple(reversed(layers)),
             decoder_spatio_temporal_scaling=(True,) * len(ups),
             decoder_inject_noise=(False,) * len(layers),
-            upsample_type=("spatiotemporal",) * len(ups),
+            # In order of execution, where every other list of the decoder is in reverse.
+            upsample_type=_strides(ups),
             upsample_residual=tuple(block.residual for block in reversed(ups)),
             upsample_factor=tuple(block.multiplier for block in reversed(ups)),
             patch_size=config.patch_size,
@@ -70,6 +88,35 @@ def diffusers_video_decoder(ours: nn.Module, config: VideoDecoderConfig) -> nn.M
         )
     peer.encoder = nn.Identity()
     return _lend(ours, peer, "video_decoder")
+
+
+def diffusers_video_encoder(ours: nn.Module, config: VideoEncoderConfig) -> nn.Module:
+    """``diffusers.AutoencoderKLLTX2Video`` with our encoder's tensors and no decoder."""
+    cls = _diffusers("AutoencoderKLLTX2Video")
+    downs = [block for block in config.blocks if block.kind != "res_x"]
+    width, channels = config.latent_channels, []
+    for block in downs:
+        width *= block.multiplier
+        channels.append(width)
+    with torch.device("meta"):
+        peer = cls(
+            in_channels=config.in_channels,
+            latent_channels=config.latent_channels,
+            block_out_channels=tuple(channels),
+            down_block_types=("LTX2VideoDownBlock3D",) * len(downs),
+            layers_per_block=tuple(block.num_layers for block in config.blocks if block.kind == "res_x"),
+            spatio_temporal_scaling=(True,) * len(downs),
+            downsample_type=_strides(downs),
+            patch_size=config.patch_size,
+            encoder_causal=True,
+            encoder_spatial_padding_mode=config.spatial_padding_mode,
+        )
+    peer.decoder = nn.Identity()
+    return _lend(ours, peer, "video_encoder")
+
+
+def _strides(blocks: Sequence[DecoderBlock | EncoderBlock]) -> tuple[str, ...]:
+    return tuple(_STRIDES[block.kind.split("_")[1]] for block in blocks)
 
 
 def _diffusers(name: str) -> Any:
@@ -87,8 +134,7 @@ def _lend(ours: nn.Module, peer: nn.Module, component: str) -> nn.Module:
     tensors, layout = ours.state_dict(), keys.DIFFUSERS[component]
     lent = {}
     for name in peer.state_dict():
-        owner = keys.owner(name, {component: layout})
-        assert owner is not None, name
-        lent[name] = tensors[keys.rename(name, layout, owner[1])]
+        prefix = keys.owners(name, {component: layout})[component]
+        lent[name] = tensors[keys.rename(name, layout, prefix)]
     peer.load_state_dict(lent, assign=True)
     return peer.eval().requires_grad_(False)

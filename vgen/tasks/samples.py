@@ -14,16 +14,16 @@ from vgen import media, record
 from vgen.config import OutputConfig
 from vgen.progress import Bar, progress
 from vgen.requests import Request
+from vgen.stages.decode import Sound
 
 
 class SampleWriter:
     """The sink of one request; ``row`` is its entry in ``record.json``'s ``outputs``, complete after ``write``."""
 
-    def __init__(self, request: Request, out_dir: Path, output: OutputConfig, sample_rate: int) -> None:
+    def __init__(self, request: Request, out_dir: Path, output: OutputConfig) -> None:
         self._request = request
         self._out_dir = out_dir
         self._output = output
-        self._sample_rate = sample_rate
         self._row: dict[str, Any] | None = None
 
     def save_latents(self, video: Tensor, audio: Tensor | None) -> None:
@@ -31,20 +31,19 @@ class SampleWriter:
         metadata = {"request": json.dumps(dataclasses.asdict(self._request))}
         media.save_latents(self._path("latents", "safetensors"), video, audio, metadata)
 
-    def write(self, frames: Iterator[Tensor], waveform: Tensor | None) -> None:
+    def write(self, frames: Iterator[Tensor], sound: Sound | None) -> None:
         """Encode frames as they come; keep what ``output.save`` names; read the mp4 back.
 
         Raises:
             OutputError: disk, constant video, or a file that is not what was asked for.
         """
         with progress("decode, write", self._request.num_frames, unit="frames") as bar:
-            self._write(frames, waveform, bar)
+            self._write(frames, sound, bar)
 
-    def _write(self, frames: Iterator[Tensor], waveform: Tensor | None, bar: Bar) -> None:
+    def _write(self, frames: Iterator[Tensor], sound: Sound | None, bar: Bar) -> None:
         check = media.FrameCheck()
         kept: list[Tensor] = []
         groups = self._to_host(frames, check, kept, bar)
-        sound = None if waveform is None else (waveform, self._sample_rate)
         path, fields = self._path("latents", "safetensors"), self._asked_for(sound)
         if "mp4" in self._output.save:
             path, fields = self._path("sample", "mp4"), self._write_mp4(groups, sound)
@@ -77,19 +76,20 @@ class SampleWriter:
             yield host
             bar.advance(len(host))
 
-    def _write_mp4(self, groups: Iterator[Tensor], sound: tuple[Tensor, int] | None) -> dict[str, Any]:
+    def _write_mp4(self, groups: Iterator[Tensor], sound: Sound | None) -> dict[str, Any]:
         path, request = self._path("sample", "mp4"), self._request
         codec = media.CodecSettings(
             crf=self._output.video_crf, preset=self._output.video_preset, audio_bitrate=self._output.audio_bitrate
         )
-        media.write_mp4(path, groups, fps=request.fps, audio=sound, codec=codec)
+        audio = None if sound is None else (sound.waveform, sound.sample_rate)
+        media.write_mp4(path, groups, fps=request.fps, audio=audio, codec=codec)
         info = media.read_mp4(path)
         asked_for = self._asked_for(sound)
         del asked_for["audio_seconds"]  # compared with the video's length instead
         media.check_mp4(info, asked_for)
         return info.output_fields()
 
-    def _asked_for(self, sound: tuple[Tensor, int] | None) -> dict[str, Any]:
+    def _asked_for(self, sound: Sound | None) -> dict[str, Any]:
         request = self._request
         return {
             "num_frames": request.num_frames,
@@ -97,7 +97,7 @@ class SampleWriter:
             "width": request.width,
             "fps": request.fps,
             "has_audio": sound is not None,
-            "audio_seconds": 0.0 if sound is None else sound[0].shape[-1] / sound[1],
+            "audio_seconds": 0.0 if sound is None else sound.waveform.shape[-1] / sound.sample_rate,
         }
 
     def _path(self, kind: str, suffix: str) -> Path:
@@ -110,6 +110,6 @@ class NullSink:
     def save_latents(self, video: Tensor, audio: Tensor | None) -> None:
         """Keeps nothing."""
 
-    def write(self, frames: Iterator[Tensor], waveform: Tensor | None) -> None:  # noqa: ARG002
+    def write(self, frames: Iterator[Tensor], sound: Sound | None) -> None:  # noqa: ARG002
         for _ in frames:
             pass

@@ -31,6 +31,8 @@ class RankResult:
     memory_gib: dict[str, float] = field(default_factory=dict)
     """Peak by stage."""
     peak_gib: float = 0.0
+    active: dict[str, Any] = field(default_factory=dict)
+    """What truly ran, where the configuration left a choice."""
 
     def add_memory(self, timer: StageTimer) -> None:
         self.memory_gib = reduce_max([self.memory_gib, timer.memory_gib()])

@@ -116,3 +116,20 @@ def test_full_size_has_the_official_tensors() -> None:
 def test_refuses_another_compression() -> None:
     with pytest.raises(ValueError, match="2 levels and 32 mel bins"):
         AudioDecoder(dataclasses.replace(TINY, channel_multipliers=(1, 2)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 5, 8), (1, 4, 5, 16), (1, 4, 0, 8), (4, 5, 8)])
+def test_refuses_other_latents(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"the audio decoder got the shape .* 4 channels, 8 mel bins and at least"):
+        random_decoder(TINY)(torch.zeros(shape))
+
+
+@torch.no_grad()
+def test_normalization_is_undone_by_its_inverse() -> None:
+    statistics = random_decoder(TINY).per_channel_statistics.double()
+    latents = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(statistics(statistics.normalize(latents)), latents, rtol=1e-13, atol=1e-13)
+    expected = (latents[1, 2, :, 3] - statistics.get_buffer("mean-of-means")[19]) / statistics.get_buffer(
+        "std-of-means"
+    )[19]
+    torch.testing.assert_close(statistics.normalize(latents)[1, 2, :, 3], expected, rtol=1e-13, atol=1e-13)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from diffusers.loaders import single_file_utils
-from tiny_ltx2 import official_tensors, tiny_checkpoints
+from tiny_ltx2 import Version, build_upsampler, official_tensors, tiny_checkpoints
 from torch import Tensor
 
 from vgen.models.ltx2 import keys
@@ -13,11 +13,11 @@ from vgen.models.ltx2 import keys
 
 def strip(component: str, names: list[str]) -> dict[str, str]:
     """Our names of a component's tensors in an official file, by their names there."""
-    owners = {name: keys.owner(name, keys.OFFICIAL) for name in names if not name.startswith(keys.OFFICIAL_IGNORED)}
+    owners = {name: keys.owners(name, keys.OFFICIAL) for name in names if not name.startswith(keys.OFFICIAL_IGNORED)}
     return {
-        name: keys.rename(name, keys.OFFICIAL[component], owner[1])
-        for name, owner in owners.items()
-        if owner is not None and owner[0] == component
+        name: keys.rename(name, keys.OFFICIAL[component], prefixes[component])
+        for name, prefixes in owners.items()
+        if component in prefixes
     }
 
 
@@ -39,33 +39,42 @@ def test_the_tiny_official_file_is_what_diffusers_converts(
     assert all(converted[name].equal(tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
 @pytest.mark.parametrize("component", keys.COMPONENTS)
-def test_both_layouts_give_a_component_the_same_names(component: str) -> None:
-    parts = tiny_checkpoints().parts
+def test_both_layouts_give_a_component_the_same_names(component: str, version: Version) -> None:
+    parts = tiny_checkpoints(version).parts
     module: Any = getattr(parts, keys.DIFFUSERS_FOLDERS[component])
-    layout = keys.DIFFUSERS[component]
-    folder = {
-        name: place for name, place in keys.DIFFUSERS_FOLDERS.items() if place == keys.DIFFUSERS_FOLDERS[component]
+    layouts = {
+        name: keys.DIFFUSERS[name]
+        for name, folder in keys.DIFFUSERS_FOLDERS.items()
+        if folder == keys.DIFFUSERS_FOLDERS[component]
     }
-    ignored = keys.DIFFUSERS_IGNORED.get(keys.DIFFUSERS_FOLDERS[component], ())
     from_diffusers = set()
     for name in module.state_dict():
-        owner = keys.owner(name, {other: keys.DIFFUSERS[other] for other in folder})
-        assert (owner is None) == name.startswith(ignored or ("\0",)), name
-        if owner is not None and owner[0] == component:
-            from_diffusers.add(keys.rename(name, layout, owner[1]))
+        owners = keys.owners(name, layouts)
+        assert owners, name
+        if component in owners:
+            from_diffusers.add(keys.rename(name, layouts[component], owners[component]))
     assert from_diffusers == set(strip(component, list(official_tensors(parts))).values())
 
 
-def test_every_tensor_of_an_official_file_has_one_owner_or_is_ignored() -> None:
-    names = list(official_tensors(tiny_checkpoints().parts))
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_every_tensor_of_an_official_file_is_owned_or_ignored(version: Version) -> None:
+    names = list(official_tensors(tiny_checkpoints(version).parts))
     owned = [name for component in keys.COMPONENTS for name in strip(component, names)]
     ignored = [name for name in names if name.startswith(keys.OFFICIAL_IGNORED)]
-    assert sorted([*owned, *ignored]) == sorted(names)
-    statistics = [name for name in ignored if "statistics" in name]
-    assert sorted(statistics) == [
-        f"vae.per_channel_statistics.{name}" for name in ("channel", "mean-of-stds", "mean-of-stds_over_std-of-means")
-    ]
+    # Encoder and decoder both have the statistics of their VAE.
+    shared = [f"{vae}.{name}" for vae in ("vae", "audio_vae") for name in keys.STATISTICS]
+    assert sorted([*owned, *ignored]) == sorted([*names, *shared])
+    unused = ("channel", "mean-of-stds", "mean-of-stds_over_std-of-means") if version == "2.0" else ()
+    assert sorted(ignored) == [f"vae.per_channel_statistics.{name}" for name in unused]
+
+
+def test_an_upsampler_has_the_official_names() -> None:
+    """Lightricks/LTX-2 at 400fd31, ``model/upsampler``: the same modules under the same names as in diffusers."""
+    rational, shuffled = (set(build_upsampler(rational=value).state_dict()) for value in (True, False))
+    assert rational - shuffled == {f"upsampler.{name}" for name in ("conv.weight", "conv.bias", "blur_down.kernel")}
+    assert shuffled - rational == {"upsampler.0.weight", "upsampler.0.bias"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,41 @@ def test_every_tensor_of_an_official_file_has_one_owner_or_is_ignored() -> None:
         ("vocoder", "upsamplers.4.weight", "ups.4.weight"),
         ("vocoder", "resnets.14.convs2.1.bias", "resblocks.14.convs2.1.bias"),
         ("vocoder", "conv_in.weight", "conv_pre.weight"),
+        ("vocoder", "vocoder.upsamplers.4.weight", "vocoder.ups.4.weight"),
+        ("vocoder", "bwe_generator.act_out.act.beta", "bwe_generator.act_post.act.beta"),
+        (
+            "vocoder",
+            "vocoder.resnets.0.acts1.2.downsample.filter",
+            "vocoder.resblocks.0.acts1.2.downsample.lowpass.filter",
+        ),
+        ("vocoder", "vocoder.resnets.0.acts2.1.upsample.filter", "vocoder.resblocks.0.acts2.1.upsample.filter"),
+        ("vocoder", "mel_stft.stft_fn.forward_basis", "mel_stft.stft_fn.forward_basis"),
+        ("transformer", "prompt_adaln.linear.weight", "prompt_adaln_single.linear.weight"),
+        ("transformer", "audio_prompt_adaln.linear.weight", "audio_prompt_adaln_single.linear.weight"),
+        (
+            "transformer",
+            "transformer_blocks.3.prompt_scale_shift_table",
+            "transformer_blocks.3.prompt_scale_shift_table",
+        ),
+        (
+            "transformer",
+            "transformer_blocks.3.attn1.to_gate_logits.bias",
+            "transformer_blocks.3.attn1.to_gate_logits.bias",
+        ),
+        (
+            "video_encoder",
+            "encoder.down_blocks.0.resnets.3.conv1.conv.bias",
+            "down_blocks.0.res_blocks.3.conv1.conv.bias",
+        ),
+        ("video_encoder", "encoder.down_blocks.3.downsamplers.0.conv.conv.bias", "down_blocks.7.conv.conv.bias"),
+        ("video_encoder", "encoder.mid_block.resnets.1.conv2.conv.bias", "down_blocks.8.res_blocks.1.conv2.conv.bias"),
+        ("video_encoder", "latents_mean", "per_channel_statistics.mean-of-means"),
+        ("video_decoder", "decoder.up_blocks.3.upsamplers.0.conv.conv.bias", "up_blocks.7.conv.conv.bias"),
+        ("audio_encoder", "encoder.down.1.downsample.conv.bias", "down.1.downsample.conv.bias"),
+        ("audio_encoder", "latents_std", "per_channel_statistics.std-of-means"),
         ("text_projection", "text_proj_in.weight", "aggregate_embed.weight"),
+        ("text_projection", "video_text_proj_in.bias", "video_aggregate_embed.bias"),
+        ("text_projection", "audio_text_proj_in.weight", "audio_aggregate_embed.weight"),
         (
             "audio_connector",
             "audio_connector.transformer_blocks.1.attn1.norm_k.weight",
@@ -104,17 +147,20 @@ def test_every_tensor_of_an_official_file_has_one_owner_or_is_ignored() -> None:
 def test_diffusers_names(component: str, theirs: str, ours: str) -> None:
     folder = keys.DIFFUSERS_FOLDERS[component]
     layouts = {name: keys.DIFFUSERS[name] for name, place in keys.DIFFUSERS_FOLDERS.items() if place == folder}
-    owner = keys.owner(theirs, layouts)
-    assert owner is not None
-    assert owner[0] == component
-    assert keys.rename(theirs, keys.DIFFUSERS[component], owner[1]) == ours
+    prefix = keys.owners(theirs, layouts)[component]
+    assert keys.rename(theirs, keys.DIFFUSERS[component], prefix) == ours
 
 
 def test_the_longest_prefix_owns_a_name() -> None:
-    name = "model.diffusion_model.video_embeddings_connector.learnable_registers"
-    assert keys.owner(name, keys.OFFICIAL) == ("video_connector", "model.diffusion_model.video_embeddings_connector.")
-    assert keys.owner("model.diffusion_model.proj_out.bias", keys.OFFICIAL) == ("transformer", "model.diffusion_model.")
-    assert keys.owner("vocoder.vocoder.ups.0.bias", keys.OFFICIAL) == ("vocoder", "vocoder.")
+    connector = "model.diffusion_model.video_embeddings_connector."
+    owners = keys.owners(f"{connector}learnable_registers", keys.OFFICIAL)
+    assert owners == {"video_connector": connector}
+    assert keys.owners("model.diffusion_model.proj_out.bias", keys.OFFICIAL) == {
+        "transformer": "model.diffusion_model."
+    }
+    assert keys.owners("vocoder.vocoder.ups.0.bias", keys.OFFICIAL) == {"vocoder": "vocoder."}
     assert keys.rename("vocoder.vocoder.ups.0.bias", keys.OFFICIAL["vocoder"], "vocoder.") == "vocoder.ups.0.bias"
-    assert keys.owner("duration_head.linear.weight", keys.OFFICIAL) is None
-    assert keys.owner("vae.per_channel_statistics.channel", keys.OFFICIAL) is None
+    assert keys.owners("duration_head.linear.weight", keys.OFFICIAL) == {}
+    assert keys.owners("vae.per_channel_statistics.channel", keys.OFFICIAL) == {}
+    mean = "vae.per_channel_statistics.mean-of-means"
+    assert keys.owners(mean, keys.OFFICIAL) == {"video_encoder": mean, "video_decoder": mean}

@@ -3,11 +3,13 @@
 import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2ConditionPipeline
 
 from vgen.models.ltx2.config import TransformerConfig
 from vgen.models.ltx2.rope import (
@@ -59,6 +61,60 @@ def test_positions_are_the_documented_midpoints() -> None:
     # Mel frames [0,1), [1,5), [5,9) at 100 per second.
     assert audio[0].tolist() == pytest.approx([0.005, 0.03, 0.07])
     assert audio.dtype == video.dtype == torch.float32
+
+
+KEYFRAMES = (25, 1, 8, 256)
+
+
+@pytest.mark.parametrize("fps", [24.0, 25.0, 23.976, 12.5])
+def test_a_keyframe_spans_its_pixel_frame(fps: float) -> None:
+    """The official integer bounds, one token at a time; only the division and the mean are fp32."""
+    keyframes = video_positions(Geometry(2, 3, 4, fps, 0, KEYFRAMES), CPU)[:, 24:]
+    rate = np.float32(fps)
+    wanted = [
+        (
+            (np.float32(frame) / rate + np.float32(frame + 1) / rate) / np.float32(2),
+            np.float32((32 * row + 32 * (row + 1)) / 2),
+            np.float32((32 * column + 32 * (column + 1)) / 2),
+        )
+        for frame in KEYFRAMES
+        for row in range(3)
+        for column in range(4)
+    ]
+    assert np.array_equal(keyframes.T.numpy(), np.array(wanted, dtype=np.float32))
+    assert keyframes[0, ::12].tolist() == pytest.approx([(frame + 0.5) / fps for frame in KEYFRAMES])
+
+
+def test_keyframes_leave_the_grid_where_it_was() -> None:
+    plain = Geometry(3, 2, 3, 24.0, 7)
+    grid, both = (video_positions(geometry, CPU) for geometry in (plain, dataclasses.replace(plain, keyframes=(9,))))
+    assert grid.shape == (3, 18)
+    assert both.shape == (3, 24)
+    assert torch.equal(both[:, :18], grid)
+
+
+def test_tables_with_keyframes_equal_diffusers() -> None:
+    geometry = Geometry(5, 4, 6, 23.976, 3, keyframes=KEYFRAMES)
+    pipeline = SimpleNamespace(
+        transformer_spatial_patch_size=1,
+        transformer_temporal_patch_size=1,
+        vae_temporal_compression_ratio=8,
+        vae_spatial_compression_ratio=32,
+    )
+    common = {"rope_type": "split", "num_attention_heads": 32, "base_num_frames": 20}
+    common |= {"base_height": 2048, "base_width": 2048}
+    video, cross = (LTX2AudioVideoRotaryPosEmbed(width, **common) for width in (32 * 128, 32 * 64))
+    coords = [video.prepare_video_coords(1, 5, 4, 6, CPU, fps=geometry.fps)]
+    for frame in KEYFRAMES:
+        coords.append(LTX2ConditionPipeline._prepare_keyframe_coords(pipeline, 1, 4, 6, frame, 1, geometry.fps, CPU))
+    coords_BATE = torch.cat(coords, dim=2)
+
+    tables = build().rope_tables(geometry, "cpu", torch.float32)
+
+    for ours, theirs in ((tables.video, video(coords_BATE)), (tables.video_cross, cross(coords_BATE[:, :1]))):
+        for ours_part, theirs_part in zip(ours, theirs, strict=True):
+            assert ours_part.shape[2] == geometry.video_tokens
+            assert torch.equal(ours_part, theirs_part)
 
 
 @pytest.mark.parametrize("fps", [24.0, 25.0, 23.976])
@@ -167,6 +223,7 @@ def test_second_call_returns_the_same_tensors() -> None:
         assert all(a is b for a, b in zip(tensors(first), tensors(second), strict=True))
     others = [
         model.rope_tables(dataclasses.replace(GEOMETRY, fps=25.0), "cpu", torch.float32),
+        model.rope_tables(dataclasses.replace(GEOMETRY, keyframes=(9,)), "cpu", torch.float32),
         model.rope_tables(GEOMETRY, "cpu", torch.bfloat16),
         model.rope_tables(GEOMETRY, "meta", torch.float32),
     ]

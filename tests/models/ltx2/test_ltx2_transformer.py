@@ -8,195 +8,37 @@ import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel
 from torch import Tensor, nn
+from transformer_oracle import (
+    BATCH,
+    GEOMETRY,
+    OTHER_SIGMA,
+    SIGMA,
+    TOLERANCE,
+    build,
+    build_pair,
+    by_hand,
+    full_size,
+    item,
+    make_streams,
+    per_token,
+    relative_error,
+    run_diffusers,
+    run_ours,
+    tiny_config,
+)
 
 from vgen.models.attention import Attention
 from vgen.models.ltx2.adaln import AdaLayerNorm
-from vgen.models.ltx2.config import TransformerConfig
+from vgen.models.ltx2.perturbation import Perturbation
 from vgen.models.ltx2.plan import PLAN
 from vgen.models.ltx2.rope import Geometry
-from vgen.models.ltx2.transformer import LTX2Transformer, Stream
-
-GEOMETRY = Geometry(latent_frames=3, latent_height=2, latent_width=3, fps=24.0, audio_tokens=7)
-TEXT_TOKENS = 5
-BATCH = 2
-TOLERANCE = 2e-6
-
-FULL_SIZE = TransformerConfig(
-    num_layers=48,
-    num_attention_heads=32,
-    attention_head_dim=128,
-    audio_attention_head_dim=64,
-    in_channels=128,
-    out_channels=128,
-    audio_in_channels=128,
-    audio_out_channels=128,
-    caption_channels=3840,
-    norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_max_pos=(20.0, 2048.0, 2048.0),
-    audio_rope_max_pos=20.0,
-    rope_float64=True,
-    timestep_scale_multiplier=1000,
-    av_timestep_scale_multiplier=1000,
-)
-
-RENAMED = {
-    "proj_in": "patchify_proj",
-    "audio_proj_in": "audio_patchify_proj",
-    "time_embed": "adaln_single",
-    "audio_time_embed": "audio_adaln_single",
-    "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
-    "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
-    "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
-    "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
-    "video_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_video",
-    "audio_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_audio",
-    "norm_q": "q_norm",
-    "norm_k": "k_norm",
-}
-
-
-def tiny_config(num_heads: int = 2, **changes: Any) -> TransformerConfig:
-    tiny = dataclasses.replace(
-        FULL_SIZE,
-        num_layers=2,
-        num_attention_heads=num_heads,
-        attention_head_dim=32,
-        audio_attention_head_dim=16,
-        in_channels=8,
-        out_channels=6,
-        audio_in_channels=10,
-        audio_out_channels=4,
-        caption_channels=48,
-    )
-    return dataclasses.replace(tiny, **changes)
-
-
-def diffusers_twin(config: TransformerConfig) -> LTX2VideoTransformer3DModel:
-    return LTX2VideoTransformer3DModel(
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        num_attention_heads=config.num_attention_heads,
-        attention_head_dim=config.attention_head_dim,
-        cross_attention_dim=config.width,
-        audio_in_channels=config.audio_in_channels,
-        audio_out_channels=config.audio_out_channels,
-        audio_num_attention_heads=config.num_attention_heads,
-        audio_attention_head_dim=config.audio_attention_head_dim,
-        audio_cross_attention_dim=config.audio_width,
-        num_layers=config.num_layers,
-        norm_eps=config.norm_eps,
-        caption_channels=config.caption_channels,
-        rope_theta=config.rope_theta,
-        rope_double_precision=config.rope_float64,
-        rope_type="split",
-        timestep_scale_multiplier=config.timestep_scale_multiplier,
-        cross_attn_timestep_scale_multiplier=config.av_timestep_scale_multiplier,
-    ).eval()
-
-
-def randomise(module: nn.Module, seed: int = 0) -> None:
-    """No parameter keeps a value of 0 or 1 that could hide a missing gain, bias or table."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 2 and "table" not in name:
-            parameter.data = noise / parameter.shape[1] ** 0.5
-        elif "norm" in name:
-            parameter.data = 1 + 0.3 * noise
-        else:
-            parameter.data = 0.3 * noise
-
-
-def build(config: TransformerConfig, dtype: torch.dtype = torch.float32) -> LTX2Transformer:
-    with torch.device("meta"):
-        model = LTX2Transformer(config)
-    model.to_empty(device="cpu")
-    randomise(model)
-    return model.to(dtype).requires_grad_(False).eval()
-
-
-def build_pair(config: TransformerConfig) -> tuple[LTX2Transformer, LTX2VideoTransformer3DModel]:
-    ours, theirs = build(config), diffusers_twin(config)
-    state = ours.state_dict()
-    names = {name: ".".join(RENAMED.get(part, part) for part in name.split(".")) for name in theirs.state_dict()}
-    assert sorted(names.values()) == sorted(state)
-    theirs.load_state_dict({name: state[ours_name] for name, ours_name in names.items()})
-    return ours, theirs.requires_grad_(False)
-
-
-def make_streams(
-    config: TransformerConfig,
-    video_timestep: Tensor,
-    audio_timestep: Tensor,
-    video_sigma: Tensor | None = None,
-    audio_sigma: Tensor | None = None,
-) -> tuple[Stream, Stream]:
-    generator = torch.Generator().manual_seed(7)
-
-    def stream(tokens: int, channels: int, timestep: Tensor, sigma: Tensor | None) -> Stream:
-        return Stream(
-            latents=torch.randn(BATCH, tokens, channels, generator=generator),
-            timestep=timestep,
-            sigma=timestep.reshape(BATCH, -1).amax(1) if sigma is None else sigma,
-            context=torch.randn(BATCH, TEXT_TOKENS, config.caption_channels, generator=generator),
-        )
-
-    return (
-        stream(GEOMETRY.video_tokens, config.in_channels, video_timestep, video_sigma),
-        stream(GEOMETRY.audio_tokens, config.audio_in_channels, audio_timestep, audio_sigma),
-    )
-
-
-def run_ours(model: LTX2Transformer, video: Stream | None, audio: Stream | None) -> tuple[Any, Any]:
-    stream = video or audio
-    assert stream is not None
-    rope = model.rope_tables(GEOMETRY, "cpu", stream.latents.dtype)
-    with torch.no_grad():
-        return model(video, audio, rope)
-
-
-def run_diffusers(model: LTX2VideoTransformer3DModel, video: Stream, audio: Stream, **options: Any) -> tuple[Any, Any]:
-    with torch.no_grad():
-        out = model(
-            hidden_states=video.latents,
-            audio_hidden_states=audio.latents,
-            encoder_hidden_states=video.context,
-            audio_encoder_hidden_states=audio.context,
-            timestep=video.timestep * 1000,
-            audio_timestep=audio.timestep * 1000,
-            sigma=video.sigma * 1000,
-            audio_sigma=audio.sigma * 1000,
-            num_frames=GEOMETRY.latent_frames,
-            height=GEOMETRY.latent_height,
-            width=GEOMETRY.latent_width,
-            fps=GEOMETRY.fps,
-            audio_num_frames=GEOMETRY.audio_tokens,
-            **options,
-        )
-    return out.sample, out.audio_sample
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    assert actual.shape == expected.shape
-    return float((actual - expected).abs().max() / expected.abs().max())
-
-
-def per_token(sigma: Tensor, tokens: int, seed: int) -> Tensor:
-    """Timesteps as image conditioning makes them: sigma times a mask between 0 and 1, some tokens clean."""
-    mask = torch.rand(BATCH, tokens, generator=torch.Generator().manual_seed(seed))
-    mask[:, ::4] = 0.0
-    return sigma[:, None] * mask
-
-
-SIGMA = torch.tensor([0.9, 0.421875])
-OTHER_SIGMA = torch.tensor([0.3, 0.725])
+from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
 
 
 @pytest.mark.parametrize("num_heads", [2, 4])
 @pytest.mark.parametrize("use_cross_timestep", [False, True])
 def test_text_to_video_equals_diffusers(num_heads: int, use_cross_timestep: bool) -> None:
-    config = tiny_config(num_heads)
+    config = tiny_config(num_heads=num_heads)
     ours, theirs = build_pair(config)
     video, audio = make_streams(config, SIGMA, SIGMA)
 
@@ -252,7 +94,7 @@ TIMESTEPS = {
 
 @pytest.mark.parametrize("case", TIMESTEPS)
 def test_official_cross_modulation_where_timesteps_differ(case: str) -> None:
-    config = tiny_config(4)
+    config = tiny_config(num_heads=4)
     ours, theirs = build_pair(config)
     video, audio = make_streams(config, *TIMESTEPS[case], video_sigma=SIGMA, audio_sigma=OTHER_SIGMA)
 
@@ -270,7 +112,7 @@ def test_official_cross_modulation_where_timesteps_differ(case: str) -> None:
 @pytest.mark.parametrize("case", TIMESTEPS)
 def test_timesteps_reach_all_but_the_cross_attention_as_in_diffusers(case: str) -> None:
     # Without attention between the streams both codes agree, whatever the timesteps.
-    config = tiny_config(4)
+    config = tiny_config(num_heads=4)
     ours, theirs = build_pair(config)
     video, audio = make_streams(config, *TIMESTEPS[case], video_sigma=SIGMA, audio_sigma=OTHER_SIGMA)
 
@@ -321,39 +163,166 @@ def test_attend_gets_no_mask_and_is_the_only_way_to_attention() -> None:
     assert relative_error(actual[1], expected[1]) <= TOLERANCE
 
 
-class RowwiseLinear(nn.Linear):
-    """A Linear whose rows do not depend on how many there are; BLAS picks another summation order for another count."""
+def expand_rows(stream: Stream) -> Stream:
+    """The same timesteps given for each token."""
+    if stream.rows is None:
+        timestep = stream.timestep[:, None].repeat(1, stream.latents.shape[1])
+    else:
+        timestep = stream.timestep.gather(1, stream.rows)
+    return dataclasses.replace(stream, timestep=timestep, rows=None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.bias is not None
-        return (x.unsqueeze(-2) * self.weight).sum(-1) + self.bias
+
+def distinct_timesteps(stream: Stream, factors: list[float], seed: int) -> Stream:
+    """As many timesteps per sample as factors, in any order and without a pattern over the tokens."""
+    rows = torch.randint(len(factors), stream.latents.shape[:2], generator=torch.Generator().manual_seed(seed))
+    return dataclasses.replace(stream, timestep=stream.sigma[:, None] * torch.tensor(factors), rows=rows)
 
 
-def test_one_timestep_per_sample_is_one_row_and_equals_the_same_timestep_per_token() -> None:
-    config = tiny_config()
-    model = build(config)
-    one = make_streams(config, SIGMA, OTHER_SIGMA)
-    many = tuple(
-        dataclasses.replace(stream, timestep=stream.timestep[:, None].repeat(1, stream.latents.shape[1]))
-        for stream in one
-    )
+def count_rows(model: LTX2Transformer) -> list[int]:
     rows: list[int] = []
-    modules = [module for module in model.modules() if isinstance(module, AdaLayerNorm)]
-    for module in modules:
-        module.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    for module in model.modules():
+        if isinstance(module, AdaLayerNorm):
+            module.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    return rows
 
-    close = [run_ours(model, *streams) for streams in (one, many)]
-    for adaln in modules:
-        for linear in adaln.modules():
-            if isinstance(linear, nn.Linear):
-                linear.__class__ = RowwiseLinear
-    exact = [run_ours(model, *streams) for streams in (one, many)]
 
-    assert rows[:6] == [1] * 6
-    assert sorted(rows[6:12]) == [1, 1, 7, 7, 18, 18]
+def assert_equal(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_one_timestep_per_sample_is_one_row_and_equals_per_token_to_the_last_bit(version: str) -> None:
+    config = tiny_config(version)
+    model = build(config)
+    streams = make_streams(config, SIGMA, OTHER_SIGMA)
+    rows = count_rows(model)
+
+    one = run_ours(model, *streams)
+    assert set(rows) == {1}
+    rows.clear()
+    many = run_ours(model, *map(expand_rows, streams))
+
+    # The gates and, in 2.3, the text have one sigma per sample anyway.
+    assert sorted(rows) == [1] * (2 if version == "2.0" else 4) + [7, 7, 18, 18]
+    assert_equal(one, many)
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_distinct_timesteps_are_looked_up_and_equal_per_token_to_the_last_bit(version: str) -> None:
+    config = tiny_config(version)
+    model = build(config)
+    video, audio = make_streams(config, SIGMA, OTHER_SIGMA)
+    video, audio = distinct_timesteps(video, [1.0, 0.0, 0.35], 1), distinct_timesteps(audio, [0.0, 1.0], 2)
+    rows = count_rows(model)
+
+    looked_up = run_ours(model, video, audio)
+    assert set(rows) <= {1, 2, 3}
+    many = run_ours(model, expand_rows(video), expand_rows(audio))
+
+    assert_equal(looked_up, many)
+    expected = by_hand(model, expand_rows(video), expand_rows(audio))
+    assert relative_error(looked_up[0], expected[0]) <= TOLERANCE
+    assert relative_error(looked_up[1], expected[1]) <= TOLERANCE
+
+
+def test_one_row_or_many_is_the_same_for_any_number_of_timesteps() -> None:
+    module = AdaLayerNorm(64, 6)
+    sinusoids = torch.randn(1, 300, 256, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        rows, embedded = module(sinusoids)
+        assert rows.shape == (1, 300, 6, 64)
+        for count in (1, 2, 3, 5, 17, 64, 65):
+            few_rows, few_embedded = module(sinusoids[:, :count])
+            assert torch.equal(few_rows, rows[:, :count])
+            assert torch.equal(few_embedded, embedded[:, :count])
+    direct = module.emb["timestep_embedder"](sinusoids)
+    torch.testing.assert_close(embedded, direct, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(latent_frames=4, latent_height=4, latent_width=4, fps=24.0, audio_tokens=32),
+        Geometry(latent_frames=3, latent_height=3, latent_width=1, fps=24.0, audio_tokens=6),
+        Geometry(latent_frames=2, latent_height=1, latent_width=1, fps=24.0, audio_tokens=2),
+    ],
+    ids=["tokens are as many as channels", "as many as rows", "as many as samples"],
+)
+def test_timesteps_per_token_where_sizes_coincide(version: str, geometry: Geometry) -> None:
+    """A (B, T) timestep broadcast along the wrong dim would pass for one of D or n or B here."""
+    config = tiny_config(version)
+    model = build(config)
+    timesteps = per_token(SIGMA, geometry.video_tokens, 1), per_token(OTHER_SIGMA, geometry.audio_tokens, 2)
+    streams = make_streams(config, *timesteps, video_sigma=SIGMA, audio_sigma=OTHER_SIGMA, geometry=geometry)
+    if geometry.audio_tokens == 32:
+        assert (geometry.video_tokens, geometry.audio_tokens) == (config.width, config.audio_width)
+
+    actual = run_ours(model, *streams, geometry=geometry)
+    expected = by_hand(model, *streams, geometry=geometry)
+
+    assert relative_error(actual[0], expected[0]) <= TOLERANCE
+    assert relative_error(actual[1], expected[1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_prepared_text_changes_no_bit(version: str) -> None:
+    config = tiny_config(version)
+    model = build(config)
+    video, audio = make_streams(config, SIGMA, OTHER_SIGMA)
+    expected = run_ours(model, video, audio)
+
+    with torch.no_grad():
+        prepared = model.prepare_text(video.context, "video"), model.prepare_text(audio.context, "audio")
+    calls: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith(("attn2.to_k", "attn2.to_v", "caption_projection")):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    streams = (dataclasses.replace(s, context=text) for s, text in zip((video, audio), prepared, strict=True))
+    actual = run_ours(model, *streams)
+
+    assert_equal(actual, expected)
+    if version == "2.3":  # the text depends on the noise level
+        assert prepared[0] is video.context
+        assert prepared[1] is audio.context
+        assert len(calls) == 2 * 2 * config.num_layers
+    else:
+        assert calls == []
+        for text, stream in zip(prepared, (video, audio), strict=True):
+            assert isinstance(text, TextKeysValues)
+            assert len(text.blocks) == config.num_layers
+            assert text.blocks[0].keys.shape[:3] == (BATCH, config.num_attention_heads, stream.context.shape[1])
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+@pytest.mark.parametrize("disabled", ["video", "audio", "both"])
+def test_a_stream_that_is_not_enabled_stays_and_is_read(version: str, disabled: str) -> None:
+    config = tiny_config(version)
+    model = build(config)
+    timesteps = per_token(SIGMA, GEOMETRY.video_tokens, 1), per_token(OTHER_SIGMA, GEOMETRY.audio_tokens, 2)
+    video, audio = make_streams(config, *timesteps, video_sigma=SIGMA, audio_sigma=OTHER_SIGMA)
+    both = run_ours(model, video, audio)
+    video = dataclasses.replace(video, enabled=disabled == "audio")
+    audio = dataclasses.replace(audio, enabled=disabled == "video")
+    called: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) or name.endswith((".ff", "_ff")):
+            module.register_forward_hook(lambda *_, name=name: called.append(name.split(".")[-1]))
+
+    actual = run_ours(model, video, audio)
+    expected = by_hand(model, video, audio)
+
+    running = {
+        "video": ["audio_attn1", "audio_attn2", "video_to_audio_attn", "audio_ff"],
+        "audio": ["attn1", "attn2", "audio_to_video_attn", "ff"],
+        "both": [],
+    }
+    assert called == running[disabled] * config.num_layers
     for index in (0, 1):
-        assert relative_error(close[0][index], close[1][index]) <= TOLERANCE
-        assert torch.equal(exact[0][index], exact[1][index])
+        assert relative_error(actual[index], expected[index]) <= TOLERANCE
+        # The enabled stream reads tokens that no block has changed, so it is not what it was either.
+        assert relative_error(actual[index], both[index]) > 1e-3
 
 
 def test_batch_items_do_not_mix() -> None:
@@ -362,27 +331,19 @@ def test_batch_items_do_not_mix() -> None:
     video, audio = make_streams(config, per_token(SIGMA, GEOMETRY.video_tokens, 1), OTHER_SIGMA)
     both = run_ours(model, video, audio)
 
-    for item in range(BATCH):
-        alone = run_ours(
-            model,
-            *(
-                Stream(
-                    **{field.name: getattr(stream, field.name)[item : item + 1] for field in dataclasses.fields(Stream)}
-                )
-                for stream in (video, audio)
-            ),
-        )
-        assert relative_error(both[0][item : item + 1], alone[0]) <= TOLERANCE
-        assert relative_error(both[1][item : item + 1], alone[1]) <= TOLERANCE
+    for index in range(BATCH):
+        alone = run_ours(model, item(video, index), item(audio, index))
+        assert relative_error(both[0][index : index + 1], alone[0]) <= TOLERANCE
+        assert relative_error(both[1][index : index + 1], alone[1]) <= TOLERANCE
 
 
 def test_inputs_and_tables_are_left_as_they_were() -> None:
     config = tiny_config()
     model = build(config)
-    video, audio = make_streams(config, SIGMA, SIGMA)
+    video, audio = (distinct_timesteps(s, [1.0, 0.25], 3) for s in make_streams(config, SIGMA, SIGMA))
     rope = model.rope_tables(GEOMETRY, "cpu", torch.float32)
     watched = [
-        *(getattr(stream, field.name) for stream in (video, audio) for field in dataclasses.fields(Stream)),
+        *(value for stream in (video, audio) for value in vars(stream).values() if isinstance(value, Tensor)),
         *(table for field in dataclasses.fields(rope) for table in getattr(rope, field.name)),
     ]
     before = [tensor.clone() for tensor in watched]
@@ -439,45 +400,72 @@ def test_wrong_calls_are_refused() -> None:
         model(None, None, other)
     with pytest.raises(ValueError, match="audio stream has 7 tokens and the position tables 8"):
         model(video, audio, other)
+    rope = model.rope_tables(GEOMETRY, "cpu", torch.float32)
+    for wrong in (
+        {"timestep": torch.rand(BATCH, 1)},
+        {"timestep": torch.rand(BATCH, 3)},
+        {"timestep": torch.rand(18, BATCH)},
+        {"timestep": torch.rand(BATCH + 1)},
+        {"rows": torch.zeros(BATCH, 18, dtype=torch.long)},
+        {"timestep": torch.rand(BATCH, 3), "rows": torch.zeros(BATCH, 17, dtype=torch.long)},
+        {"timestep": torch.rand(BATCH + 1, 3), "rows": torch.zeros(BATCH, 18, dtype=torch.long)},
+    ):
+        with pytest.raises(ValueError, match=r"video stream has 2 x 18 tokens and timesteps .* per sample, or one per"):
+            model(dataclasses.replace(video, **wrong), audio, rope)
 
 
-def test_full_size_builds_and_runs_on_meta() -> None:
+SIZES = {"2.0": (3510, 18.876e9), "2.3": (4186, 18.989e9)}
+
+
+@pytest.mark.parametrize("version", SIZES)
+def test_full_size_has_the_tensors_and_parameters_of_the_checkpoint(version: str) -> None:
+    tensors, parameters = SIZES[version]
+    with torch.device("meta"):
+        model = LTX2Transformer(full_size(version))
+    assert len(model.state_dict()) == tensors
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(parameters, abs=0.5e6)
+
+
+@pytest.mark.parametrize("version", SIZES)
+def test_full_width_runs_on_meta(version: str) -> None:
     # A meta tensor has no value, so a forward that asked the device for one would raise here.
     geometry = Geometry(latent_frames=16, latent_height=24, latent_width=40, fps=24.0, audio_tokens=126)
+    config = dataclasses.replace(full_size(version), num_layers=1)
+    widths = (3840, 3840) if version == "2.0" else (4096, 2048)
     with torch.device("meta"):
-        model = LTX2Transformer(FULL_SIZE).bfloat16()
+        model = LTX2Transformer(config).bfloat16().requires_grad_(False)
         video, audio = (
             Stream(
-                latents=torch.empty(1, tokens, 128, dtype=torch.bfloat16),
-                timestep=torch.empty(1),
-                sigma=torch.empty(1),
-                context=torch.empty(1, 1024, 3840, dtype=torch.bfloat16),
+                latents=torch.empty(2, tokens, 128, dtype=torch.bfloat16),
+                timestep=torch.empty(2, 3),
+                sigma=torch.empty(2),
+                context=torch.empty(2, 1024, width, dtype=torch.bfloat16),
+                rows=torch.empty(2, tokens, dtype=torch.long),
             )
-            for tokens in (geometry.video_tokens, geometry.audio_tokens)
+            for tokens, width in zip((geometry.video_tokens, geometry.audio_tokens), widths, strict=True)
         )
     rope = model.rope_tables(geometry, "meta", torch.bfloat16)
-    per_token_video = dataclasses.replace(video, timestep=torch.empty(1, geometry.video_tokens, device="meta"))
-    with torch.no_grad():
-        velocities = model(video, audio, rope)
-        per_token_velocities = model(per_token_video, audio, rope)
+    some = (Perturbation(skip_video_self="all", skip_audio_to_video=(0,)), Perturbation())
+    velocities = model(video, audio, rope, some)
 
-    assert len(model.state_dict()) == 3510
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(18.876e9, abs=0.5e6)
     assert rope.video[0].shape == (1, 32, 15360, 64)
     assert rope.video_cross[0].shape == (1, 32, 15360, 32)
     assert rope.audio[0].shape == rope.audio_cross[0].shape == (1, 32, 126, 32)
-    for video_velocity, audio_velocity in (velocities, per_token_velocities):
-        assert video_velocity.shape == (1, 15360, 128)
-        assert audio_velocity.shape == (1, 126, 128)
+    assert velocities[0].shape == (2, 15360, 128)
+    assert velocities[1].shape == (2, 126, 128)
 
 
-def test_plan_names_what_the_model_has() -> None:
+@pytest.mark.parametrize(("version", "num_linears", "num_gates"), [("2.0", 28, 0), ("2.3", 28, 6)])
+def test_plan_names_what_the_model_has(version: str, num_linears: int, num_gates: int) -> None:
     with torch.device("meta"):
-        model = LTX2Transformer(tiny_config())
+        model = LTX2Transformer(tiny_config(version))
     for block in getattr(model, PLAN.blocks):
         attentions = {name for name, module in block.named_modules() if isinstance(module, Attention)}
         assert attentions == {attention.name for attention in PLAN.attentions}
         assert all(getattr(getattr(block, name), PLAN.num_heads) == 2 for name in attentions)
         linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
-        assert len(linears) == 28
-        assert all(f".{name}".endswith(PLAN.quantizable) for name in linears)
+        gates = [name for name in linears if name.endswith("to_gate_logits")]
+        assert len(gates) == num_gates
+        assert not any(f".{name}".endswith(PLAN.quantizable) for name in gates)
+        assert len(linears) - len(gates) == num_linears
+        assert all(f".{name}".endswith(PLAN.quantizable) for name in linears if name not in gates)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vgen.models.ltx2.config import AUDIO_COMPRESSION, AudioDecoderConfig
+from vgen.models.ltx2.config import AUDIO_COMPRESSION, AudioDecoderConfig, AudioEncoderConfig
 
 NORM_EPS = 1e-6
 
@@ -100,11 +100,39 @@ class PerFeatureStatistics(nn.Module):
 
     def forward(self, latents: Tensor) -> Tensor:
         """Undo the normalization of [B, C, T, M], in its dtype."""
+        mean, std = self._unpacked(latents)
+        return latents * std + mean
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        """Normalize [B, C, T, M], in its dtype."""
+        mean, std = self._unpacked(latents)
+        return (latents - mean) / std
+
+    def _unpacked(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = (
             self.get_buffer(name).to(latents.dtype).view(latents.shape[1], 1, latents.shape[3])
             for name in ("mean-of-means", "std-of-means")
         )
-        return latents * std + mean
+        return mean, std
+
+
+def check_compression(part: str, config: AudioDecoderConfig | AudioEncoderConfig) -> None:
+    """Refuse a config of the ``part`` whose levels do not give the fixed compression of 4, with a ValueError."""
+    levels = len(config.channel_multipliers)
+    if 2 ** (levels - 1) != AUDIO_COMPRESSION or config.mel_bins % AUDIO_COMPRESSION:
+        raise ValueError(
+            f"the audio {part}'s config has {levels} levels and {config.mel_bins} mel bins; LTX-2 "
+            f"compresses by {AUDIO_COMPRESSION}: use 3 levels and a multiple of {AUDIO_COMPRESSION} mel bins"
+        )
+
+
+def check_shape(part: str, x: Tensor, channels: int, bins: int) -> None:
+    """Refuse an input of the ``part`` that is not [B, channels, at least one frame, bins], with a ValueError."""
+    if x.ndim != 4 or x.shape[1] != channels or x.shape[3] != bins or not x.shape[2]:
+        raise ValueError(
+            f"the audio {part} got the shape {list(x.shape)}; it reads [batch, channels, frames, mel bins] with "
+            f"{channels} channels, {bins} mel bins and at least one frame"
+        )
 
 
 class AudioDecoder(nn.Module):
@@ -116,13 +144,8 @@ class AudioDecoder(nn.Module):
 
     def __init__(self, config: AudioDecoderConfig) -> None:
         super().__init__()
-        multipliers = config.channel_multipliers
-        if 2 ** (len(multipliers) - 1) != AUDIO_COMPRESSION or config.mel_bins % AUDIO_COMPRESSION:
-            raise ValueError(
-                f"the audio decoder's config has {len(multipliers)} levels and {config.mel_bins} mel bins; LTX-2 "
-                f"compresses by {AUDIO_COMPRESSION}: use 3 levels and a multiple of {AUDIO_COMPRESSION} mel bins"
-            )
-        widths = [config.base_channels * multiplier for multiplier in multipliers]
+        check_compression("decoder", config)
+        widths = [config.base_channels * multiplier for multiplier in config.channel_multipliers]
         self.config = config
         self.per_channel_statistics = PerFeatureStatistics(config.latent_channels * config.latent_mel_bins)
         self.conv_in = CausalConv2d(config.latent_channels, widths[-1])
@@ -138,7 +161,11 @@ class AudioDecoder(nn.Module):
         """Decode normalized latents [B, C, T, M] to a log-mel spectrogram [B, 2, 4T - 3, 4M], both in latents' dtype.
 
         Computes in the dtype of the weights.
+
+        Raises:
+            ValueError: the latents have other channels or mel bins than the config, or no frames.
         """
+        check_shape("decoder", latents, self.config.latent_channels, self.config.latent_mel_bins)
         x = self.per_channel_statistics(latents.to(self.conv_in.conv.weight.dtype))
         x = self.mid(self.conv_in(x))
         for level in reversed(self.up):

@@ -1,4 +1,6 @@
-"""From Gemma's hidden states to the text context of LTX-2 2.0: one shared projection, one connector per stream.
+"""From Gemma's hidden states to the text context of LTX-2: projections, then one connector per stream.
+
+2.0 projects the states once for both streams, 2.3 once for each, into the stream's own width.
 
 Shapes: B batch, L text tokens, C channels of a hidden state, n hidden states (layers + 1), D connector width,
 R registers.
@@ -6,7 +8,9 @@ Source: Lightricks/LTX-2 at 400fd31, ``text_encoders/gemma/{feature_extractor,em
 embeddings_connector}.py``.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +20,8 @@ from vgen.models.ltx2.adaln import rms_norm
 from vgen.models.ltx2.config import ConnectorConfig
 from vgen.models.ltx2.feed_forward import FeedForward
 from vgen.models.ltx2.rope import TableCache, rope_table
+
+STATES_EPS = 1e-6
 
 
 def normalise_states(states_BLCn: Tensor, mask_BL: Tensor) -> Tensor:
@@ -34,18 +40,45 @@ def normalise_states(states_BLCn: Tensor, mask_BL: Tensor) -> Tensor:
     return normed.flatten(2).to(states_BLCn.dtype)
 
 
-class TextProjection(nn.Module):
+def rms_normalise_states(states_BLCn: Tensor, mask_BL: Tensor) -> Tensor:
+    """Scale each hidden state of a token to a root mean square of 1 over its channels; padding becomes zero.
+
+    Flattened with the hidden state fastest: [B, L, C * n]. Rounds in the states' dtype, as the official code does.
+    """
+    normed = states_BLCn * torch.rsqrt(states_BLCn.square().mean(dim=2, keepdim=True) + STATES_EPS)
+    return normed.masked_fill_(~mask_BL.bool()[:, :, None, None], 0.0).flatten(2)
+
+
+class SharedTextProjection(nn.Module):
     """All hidden states of a token, normalised, to one feature vector that both connectors read."""
 
     def __init__(self, hidden_size: int, num_states: int, out: int) -> None:
         super().__init__()
         self.aggregate_embed = nn.Linear(hidden_size * num_states, out, bias=False)
 
-    def forward(self, hidden_states: Sequence[Tensor] | Tensor, attention_mask: Tensor) -> Tensor:
-        """``hidden_states``: n of [B, L, C], or stacked [B, L, C, n]; mask [B, L], 1 = valid. Returns [B, L, out]."""
-        states = hidden_states if isinstance(hidden_states, Tensor) else torch.stack(list(hidden_states), dim=-1)
-        features: Tensor = self.aggregate_embed(normalise_states(states, attention_mask))
-        return features
+    def forward(self, states_BLCn: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Features for video and audio, which are the same [B, L, out]."""
+        features: Tensor = self.aggregate_embed(normalise_states(states_BLCn, mask_BL))
+        return features, features
+
+
+class TextProjectionPerModality(nn.Module):
+    """All hidden states of a token, normalised, to one feature vector per stream."""
+
+    def __init__(self, hidden_size: int, num_states: int, video: int, audio: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.video_aggregate_embed = nn.Linear(hidden_size * num_states, video)
+        self.audio_aggregate_embed = nn.Linear(hidden_size * num_states, audio)
+
+    def forward(self, states_BLCn: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Features for video [B, L, video width] and audio [B, L, audio width]."""
+        normed = rms_normalise_states(states_BLCn, mask_BL)
+        return self._project(normed, self.video_aggregate_embed), self._project(normed, self.audio_aggregate_embed)
+
+    def _project(self, normed: Tensor, linear: nn.Linear) -> Tensor:
+        projected: Tensor = linear(normed * math.sqrt(linear.out_features / self.hidden_size))
+        return projected
 
 
 class ConnectorBlock(nn.Module):
@@ -55,7 +88,7 @@ class ConnectorBlock(nn.Module):
         super().__init__()
         self.norm_eps = config.norm_eps
         heads, head_dim = config.num_attention_heads, config.attention_head_dim
-        self.attn1 = Attention(config.width, config.width, heads, head_dim, config.norm_eps)
+        self.attn1 = Attention(config.width, config.width, heads, head_dim, config.norm_eps, config.gated_attention)
         self.ff = FeedForward(config.width)
 
     def forward(self, x: Tensor, rope: Rope) -> Tensor:
@@ -109,11 +142,32 @@ class TextConnectors(nn.Module):
     """The whole text side after Gemma: hidden states and mask to the video and the audio context.
 
     ``hidden_size`` and ``num_states`` (layers + 1) describe the text encoder.
+
+    Raises:
+        ValueError: a shared projection is asked for and the connectors' widths differ.
     """
 
-    def __init__(self, video: ConnectorConfig, audio: ConnectorConfig, hidden_size: int, num_states: int) -> None:
+    def __init__(
+        self,
+        video: ConnectorConfig,
+        audio: ConnectorConfig,
+        hidden_size: int,
+        num_states: int,
+        text_projection: Literal["shared", "per_modality"] = "shared",
+    ) -> None:
         super().__init__()
-        self.text_embedding_projection = TextProjection(hidden_size, num_states, video.width)
+        self.text_embedding_projection: SharedTextProjection | TextProjectionPerModality
+        if text_projection == "per_modality":
+            self.text_embedding_projection = TextProjectionPerModality(
+                hidden_size, num_states, video.width, audio.width
+            )
+        elif video.width == audio.width:
+            self.text_embedding_projection = SharedTextProjection(hidden_size, num_states, video.width)
+        else:
+            raise ValueError(
+                f"the connectors are {video.width} (video) and {audio.width} (audio) wide and share one projection of "
+                f"the text; give them equal widths or use text_projection=per_modality"
+            )
         self.video_embeddings_connector = Connector(video)
         self.audio_embeddings_connector = Connector(audio)
 
@@ -125,9 +179,12 @@ class TextConnectors(nn.Module):
         Raises:
             ValueError: L is no multiple of a connector's number of registers.
         """
-        features = self.text_embedding_projection(hidden_states, attention_mask)
-        features, valid = valid_first(features, attention_mask)
-        return self.video_embeddings_connector(features, valid), self.audio_embeddings_connector(features, valid)
+        states = hidden_states if isinstance(hidden_states, Tensor) else torch.stack(list(hidden_states), dim=-1)
+        video, audio = self.text_embedding_projection(states, attention_mask)
+        return (
+            self.video_embeddings_connector(*valid_first(video, attention_mask)),
+            self.audio_embeddings_connector(*valid_first(audio, attention_mask)),
+        )
 
 
 def valid_first(features_BLD: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:

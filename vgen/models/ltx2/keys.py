@@ -1,7 +1,7 @@
 """Checkpoint names of LTX-2: where each component lies in a file and how diffusers renames it, as data; needs no torch.
 
 Our modules use the official names, so an official file needs prefixes only. A diffusers folder needs whole path
-segments renamed: matching segments rather than substrings (``adaln_single`` is part of four other names, ``ups`` of
+segments renamed: matching segments rather than substrings (``adaln_single`` is part of other names, ``ups`` of
 ``upsamplers``) makes the tables independent of their order.
 
 Source: Lightricks/LTX-2 at 400fd31 (``*/model_configurator.py``), huggingface/diffusers 0.42.1
@@ -17,7 +17,9 @@ COMPONENTS = (
     "video_connector",
     "audio_connector",
     "text_projection",
+    "video_encoder",
     "video_decoder",
+    "audio_encoder",
     "audio_decoder",
     "vocoder",
 )
@@ -30,7 +32,7 @@ CONNECTORS: Mapping[str, str] = {
 """Child modules of ``TextConnectors`` and the components that they are."""
 
 STATISTICS = ("per_channel_statistics.mean-of-means", "per_channel_statistics.std-of-means")
-"""Buffers of both decoders: what a normalized latent is multiplied by and shifted with."""
+"""Buffers of all encoders and decoders: what a normalized latent is shifted by and multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Layout:
     """Where one component's tensors are, and what they are called there.
 
     ``prefixes`` maps the start of a name in the file (or a whole name) to its start in our module; the longest match
-    over all components of a file owns the tensor. ``segments`` maps one or several whole path segments to ours.
+    over all components of a file decides whose the tensor is (see ``owners``). ``segments`` maps one or several whole
+    path segments to ours.
     """
 
     prefixes: Mapping[str, str]
@@ -52,25 +55,29 @@ OFFICIAL: Mapping[str, Layout] = {
     "video_connector": Layout({f"{_DIT}video_embeddings_connector.": ""}),
     "audio_connector": Layout({f"{_DIT}audio_embeddings_connector.": ""}),
     "text_projection": Layout({"text_embedding_projection.": ""}),
-    "video_decoder": Layout({"vae.decoder.": "", **{f"vae.{name}": name for name in STATISTICS}}),
-    "audio_decoder": Layout({"audio_vae.decoder.": "", **{f"audio_vae.{name}": name for name in STATISTICS}}),
+    **{
+        f"{modality}_{half}": Layout({f"{vae}.{half}.": "", **{f"{vae}.{name}": name for name in STATISTICS}})
+        for modality, vae in (("video", "vae"), ("audio", "audio_vae"))
+        for half in ("encoder", "decoder")
+    },
+    # Stripped once: 2.3 has a second "vocoder." inside, beside "bwe_generator." and "mel_stft.".
     "vocoder": Layout({"vocoder.": ""}),
 }
 
 OFFICIAL_IGNORED = (
-    "vae.encoder.",  # image-to-video only
-    "audio_vae.encoder.",  # audio-to-video only
     "vae.per_channel_statistics.channel",
     "vae.per_channel_statistics.mean-of-stds",  # also mean-of-stds_over_std-of-means
 )
-"""Starts of names that an official file holds and nothing here reads; both decoders read two statistics only."""
+"""Starts of names that a 2.0 file holds and nothing here reads: two of the statistics suffice."""
 
 DIFFUSERS_FOLDERS: Mapping[str, str] = {
     "transformer": "transformer",
     "video_connector": "connectors",
     "audio_connector": "connectors",
     "text_projection": "connectors",
+    "video_encoder": "vae",
     "video_decoder": "vae",
+    "audio_encoder": "audio_vae",
     "audio_decoder": "audio_vae",
     "vocoder": "vocoder",
 }
@@ -78,6 +85,7 @@ DIFFUSERS_FOLDERS: Mapping[str, str] = {
 _QK_NORMS = {"norm_q": "q_norm", "norm_k": "k_norm"}
 _LATENT_STATISTICS = {"latents_mean": STATISTICS[0], "latents_std": STATISTICS[1]}
 _MAX_LEVELS = 4
+"""Of the encoder, always; of the decoder, in 2.3."""
 
 DIFFUSERS: Mapping[str, Layout] = {
     "transformer": Layout(
@@ -87,6 +95,8 @@ DIFFUSERS: Mapping[str, Layout] = {
             "audio_proj_in": "audio_patchify_proj",
             "time_embed": "adaln_single",
             "audio_time_embed": "audio_adaln_single",
+            "prompt_adaln": "prompt_adaln_single",
+            "audio_prompt_adaln": "audio_prompt_adaln_single",
             "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
             "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
             "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
@@ -98,7 +108,22 @@ DIFFUSERS: Mapping[str, Layout] = {
     ),
     "video_connector": Layout({"video_connector.": ""}, {"transformer_blocks": "transformer_1d_blocks", **_QK_NORMS}),
     "audio_connector": Layout({"audio_connector.": ""}, {"transformer_blocks": "transformer_1d_blocks", **_QK_NORMS}),
-    "text_projection": Layout({"text_proj_in.": "aggregate_embed."}),
+    "text_projection": Layout(
+        {
+            "text_proj_in.": "aggregate_embed.",
+            "video_text_proj_in.": "video_aggregate_embed.",
+            "audio_text_proj_in.": "audio_aggregate_embed.",
+        }
+    ),
+    "video_encoder": Layout(
+        {"encoder.": "", **_LATENT_STATISTICS},
+        {
+            **{f"down_blocks.{level}": f"down_blocks.{2 * level}" for level in range(_MAX_LEVELS)},
+            **{f"down_blocks.{level}.downsamplers.0": f"down_blocks.{2 * level + 1}" for level in range(_MAX_LEVELS)},
+            "mid_block": f"down_blocks.{2 * _MAX_LEVELS}",
+            "resnets": "res_blocks",
+        },
+    ),
     "video_decoder": Layout(
         {"decoder.": "", **_LATENT_STATISTICS},
         {
@@ -109,25 +134,32 @@ DIFFUSERS: Mapping[str, Layout] = {
             "resnets": "res_blocks",
         },
     ),
+    "audio_encoder": Layout({"encoder.": "", **_LATENT_STATISTICS}),
     "audio_decoder": Layout({"decoder.": "", **_LATENT_STATISTICS}),
     "vocoder": Layout(
-        {"": ""}, {"conv_in": "conv_pre", "conv_out": "conv_post", "upsamplers": "ups", "resnets": "resblocks"}
+        {"": ""},
+        {
+            "conv_in": "conv_pre",
+            "conv_out": "conv_post",
+            "act_out": "act_post",
+            "upsamplers": "ups",
+            "resnets": "resblocks",
+            "downsample": "downsample.lowpass",
+        },
     ),
 }
 
-DIFFUSERS_IGNORED: Mapping[str, tuple[str, ...]] = {"vae": ("encoder.",), "audio_vae": ("encoder.",)}
-"""Folder to the starts of names in it that nothing here reads."""
 
+def owners(name: str, layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """The components that own the tensor ``name``, each with the prefix that matches: the longest of all.
 
-def owner(name: str, layouts: Mapping[str, Layout]) -> tuple[str, str] | None:
-    """The component that owns ``name`` and the longest of its prefixes that matches; None if no component does."""
-    matches = [
-        (len(prefix), component, prefix)
-        for component, layout in layouts.items()
-        for prefix in layout.prefixes
-        if name.startswith(prefix)
-    ]
-    return max(matches)[1:] if matches else None
+    One component, or none, or the encoder and the decoder that share the statistics of a VAE.
+    """
+    prefixes = {prefix for layout in layouts.values() for prefix in layout.prefixes if name.startswith(prefix)}
+    if not prefixes:
+        return {}
+    longest = max(prefixes, key=len)
+    return {component: longest for component, layout in layouts.items() if longest in layout.prefixes}
 
 
 def rename(name: str, layout: Layout, prefix: str) -> str:

@@ -20,8 +20,10 @@ class Plan:
     """``blocks``: name of the list of blocks. ``attentions``: every attention of a block, each with ``attend``.
 
     ``num_heads``: name of the attentions' attribute holding the number of heads. ``*_token_dim``: the dim that counts
-    tokens, in latents, context and velocities, in a per-token timestep, and in a position table.
-    ``quantizable``: ends of the names, inside a block, of the Linears that published quantized checkpoints quantize.
+    tokens, in latents, context and velocities, in a per-token timestep, in the rows that give tokens their timestep,
+    and in a position table.
+    ``quantizable``: ends of the names, inside a block, of the Linears that published quantized checkpoints quantize:
+    all but the gates of 2.3's attentions, which have one output per head.
     """
 
     blocks: str
@@ -29,6 +31,7 @@ class Plan:
     num_heads: str
     stream_token_dim: int
     timestep_token_dim: int
+    rows_token_dim: int
     rope_token_dim: int
     quantizable: tuple[str, ...]
 
@@ -46,6 +49,7 @@ PLAN = Plan(
     num_heads="num_heads",
     stream_token_dim=1,
     timestep_token_dim=1,
+    rows_token_dim=1,
     rope_token_dim=2,
     quantizable=(".to_q", ".to_k", ".to_v", ".to_out.0", ".net.0.proj", ".net.2"),
 )

@@ -1,7 +1,8 @@
 """Rotary position tables of LTX-2: where each token is, and the cosines and sines that follow.
 
 Shapes: A position axes, T tokens, n frequencies per axis, N heads, H head dim.
-Source: Lightricks/LTX-2 at 400fd31, ``model/transformer/rope.py`` and ``components/patchifiers.py``.
+Source: Lightricks/LTX-2 at 400fd31, ``model/transformer/rope.py``, ``components/patchifiers.py`` and
+``conditioning/types/keyframe_cond.py``.
 """
 
 import math
@@ -71,15 +72,25 @@ class TableCache(Generic[Table]):
 
 
 def video_positions(geometry: Geometry, device: torch.device) -> Tensor:
-    """Midpoints of the video tokens in seconds and pixels, fp32 [3, T], tokens in order frame, height, width."""
+    """Midpoints of the video tokens in seconds and pixels, fp32 [3, T], tokens in order frame, height, width.
+
+    The keyframes follow the latent frames as further ones: at the time of one pixel frame each, all over the grid.
+    """
     sizes = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
     bounds = [
         torch.arange(size + 1, dtype=torch.float32, device=device) * pixels
         for size, pixels in zip(sizes, VIDEO_COMPRESSION, strict=True)
     ]
     bounds[0] = _causal(bounds[0], VIDEO_COMPRESSION[0]) / geometry.fps
-    axes = torch.meshgrid(*(_midpoints(axis) for axis in bounds), indexing="ij")
-    return torch.stack(axes).flatten(1)
+    grid_times, rows, columns = (_midpoints(axis) for axis in bounds)
+    times = torch.cat([grid_times, _keyframe_times(geometry, device)])
+    return torch.stack(torch.meshgrid(times, rows, columns, indexing="ij")).flatten(1)
+
+
+def _keyframe_times(geometry: Geometry, device: torch.device) -> Tensor:
+    # A keyframe is no latent of the clip: it spans its own frame [i, i + 1), with no causal shift.
+    starts = torch.tensor(geometry.keyframes, dtype=torch.float32, device=device)
+    return (starts / geometry.fps + (starts + 1) / geometry.fps) / 2
 
 
 def audio_positions(geometry: Geometry, device: torch.device) -> Tensor:

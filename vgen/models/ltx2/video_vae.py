@@ -12,7 +12,7 @@ Source: Lightricks/LTX-2 at 400fd31, ``model/video_vae/{conv_video_decoder,resne
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,38 +22,40 @@ from vgen.models.ltx2.config import DecoderBlock, VideoDecoderConfig
 
 NORM_EPS = 1e-8
 
-FillBorder: TypeAlias = Callable[[Tensor], None]
-"""Writes the one-wide border of ``padded`` [B, C, F+2, H+2, W+2] from its interior, in place."""
+FillBorder: TypeAlias = Callable[[Tensor, int, int], None]
+"""Writes the border of ``padded`` [B, C, before+F+after, H+2, W+2] from its interior; called with both frame counts."""
 
 
-def reflect_border(padded: Tensor) -> None:
+def reflect_border(padded: Tensor, before: int, after: int) -> None:
     """Reflect along height and width, repeat the first and last frame along time; needs H, W >= 2."""
-    frames = padded[:, :, 1:-1]
+    frames = padded[:, :, before : padded.shape[2] - after]
     rows = frames[..., 1:-1, :]
     rows[..., 0].copy_(rows[..., 2])
     rows[..., -1].copy_(rows[..., -3])
     frames[..., 0, :].copy_(frames[..., 2, :])
     frames[..., -1, :].copy_(frames[..., -3, :])
-    _repeat_edge_frames(padded)
+    _repeat_edge_frames(padded, before, after)
 
 
-def zero_border(padded: Tensor) -> None:
+def zero_border(padded: Tensor, before: int, after: int) -> None:
     """Zeros along height and width, repeat the first and last frame along time."""
-    frames = padded[:, :, 1:-1]
+    frames = padded[:, :, before : padded.shape[2] - after]
     for edge in (frames[..., 0], frames[..., -1], frames[..., 0, :], frames[..., -1, :]):
         edge.zero_()
-    _repeat_edge_frames(padded)
+    _repeat_edge_frames(padded, before, after)
 
 
-def _repeat_edge_frames(padded: Tensor) -> None:
-    padded[:, :, 0].copy_(padded[:, :, 1])
-    padded[:, :, -1].copy_(padded[:, :, -2])
+def _repeat_edge_frames(padded: Tensor, before: int, after: int) -> None:
+    first, last = before, padded.shape[2] - after - 1
+    padded[:, :, :first].copy_(padded[:, :, first : first + 1])
+    padded[:, :, last + 1 :].copy_(padded[:, :, last : last + 1])
 
 
-_BORDERS: dict[str, FillBorder] = {"reflect": reflect_border, "zeros": zero_border}
+BORDERS: dict[str, FillBorder] = {"reflect": reflect_border, "zeros": zero_border}
+"""Spatial padding mode of a checkpoint to how its convolutions fill their border."""
 
 
-def _memory_format(weight: Tensor) -> torch.memory_format:
+def memory_format_of(weight: Tensor) -> torch.memory_format:
     channels_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
     return torch.channels_last_3d if channels_last else torch.contiguous_format
 
@@ -65,50 +67,65 @@ def _write_pixel_norm(x: Tensor, out: Tensor) -> None:
     """
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     scale = norm.square_().div_(x.shape[1]).add_(NORM_EPS).rsqrt_()
-    _into(out, torch.mul, x, scale.to(x.dtype))
+    write_into(out, torch.mul, x, scale.to(x.dtype))
 
 
-def _into(out: Tensor, op: Callable[..., Tensor], a: Tensor, b: Tensor) -> None:
-    """``out`` = op(a, b) in one pass, where ``out`` may be a strided view."""
+def write_into(out: Tensor, op: Callable[..., Tensor], *operands: Any) -> None:
+    """``out`` = op(*operands) in one pass, where ``out`` may be a strided view."""
     if torch.compiler.is_compiling():
-        out.copy_(op(a, b))  # Dynamo refuses out= on a strided view; the compiler fuses the two itself
+        out.copy_(op(*operands))  # Dynamo refuses out= on a strided view; the compiler fuses the two itself
     else:
-        op(a, b, out=out)
+        op(*operands, out=out)
 
 
 class BorderedConv3d(nn.Module):
     """3x3x3 convolution over a bordered copy of its input; with ``normalize``, of SiLU(pixel norm(input)).
 
+    ``time_border``: frames of border before and behind; (1, 1) is the decoder's, (2, 0) a causal convolution.
     ``fill_border`` is the seam for another border: a halo exchange replaces this attribute and nothing else.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, padding_mode: str, *, normalize: bool = False) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        padding_mode: str,
+        *,
+        normalize: bool = False,
+        time_border: tuple[int, int] = (1, 1),
+    ) -> None:
         super().__init__()
         self.conv = nn.Conv3d(in_channels, out_channels, kernel_size=3)
         self.normalize = normalize
-        self.fill_border: FillBorder = _BORDERS[padding_mode]
+        self.time_border = time_border
+        self.fill_border: FillBorder = BORDERS[padding_mode]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, F, H, W] -> [B, C', F, H, W]."""
+        """[B, C, F, H, W] -> [B, C', F + sum(time_border) - 2, H, W]."""
         out: Tensor = self.conv(self.bordered(x))
         return out
 
     def bordered(self, x: Tensor) -> Tensor:
-        """The convolution's input [B, C, F+2, H+2, W+2], a new tensor in the memory format of the weights."""
-        B, C, frames, H, W = x.shape
+        """The convolution's input [B, C, F+2, H+2, W+2], a new tensor in the memory format and dtype of the weights.
+
+        ``x`` may keep its channels in several dims, [B, *C, F, H, W]; without ``normalize`` it may have any dtype. So
+        one copy patchifies, converts and borders.
+        """
+        B, *channels, frames, H, W = x.shape
+        before, after = self.time_border
         padded = torch.empty(
-            (B, C, frames + 2, H + 2, W + 2),
-            dtype=x.dtype,
+            (B, self.conv.in_channels, before + frames + after, H + 2, W + 2),
+            dtype=self.conv.weight.dtype,
             device=x.device,
-            memory_format=_memory_format(self.conv.weight),
+            memory_format=memory_format_of(self.conv.weight),
         )
-        inner = padded[:, :, 1:-1, 1:-1, 1:-1]
+        inner = padded[:, :, before : before + frames, 1:-1, 1:-1]
         if not self.normalize:
-            inner.copy_(x)
-            self.fill_border(padded)
+            inner.unflatten(1, channels).copy_(x)
+            self.fill_border(padded, before, after)
             return padded
         _write_pixel_norm(x, out=inner)
-        self.fill_border(padded)
+        self.fill_border(padded, before, after)
         # After the border: SiLU commutes with repeating, reflecting and zeros, and runs over one dense buffer.
         return F.silu(padded, inplace=True)
 
@@ -116,10 +133,10 @@ class BorderedConv3d(nn.Module):
 class ResBlock(nn.Module):
     """x += conv(SiLU(norm(conv(SiLU(norm(x)))))), in place."""
 
-    def __init__(self, channels: int, padding_mode: str) -> None:
+    def __init__(self, channels: int, padding_mode: str, time_border: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
-        self.conv1 = BorderedConv3d(channels, channels, padding_mode, normalize=True)
-        self.conv2 = BorderedConv3d(channels, channels, padding_mode, normalize=True)
+        self.conv1 = BorderedConv3d(channels, channels, padding_mode, normalize=True, time_border=time_border)
+        self.conv2 = BorderedConv3d(channels, channels, padding_mode, normalize=True, time_border=time_border)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, F, H, W], returned itself after the addition."""
@@ -133,9 +150,11 @@ class ResBlock(nn.Module):
 class ResStage(nn.Module):
     """``num_layers`` residual blocks; changes its input in place."""
 
-    def __init__(self, channels: int, num_layers: int, padding_mode: str) -> None:
+    def __init__(
+        self, channels: int, num_layers: int, padding_mode: str, time_border: tuple[int, int] = (1, 1)
+    ) -> None:
         super().__init__()
-        self.res_blocks = nn.ModuleList(ResBlock(channels, padding_mode) for _ in range(num_layers))
+        self.res_blocks = nn.ModuleList(ResBlock(channels, padding_mode, time_border) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, F, H, W], returned itself."""
@@ -144,48 +163,55 @@ class ResStage(nn.Module):
         return x
 
 
+STRIDES: dict[str, tuple[int, int]] = {"compress_all": (2, 2), "compress_time": (2, 1), "compress_space": (1, 2)}
+"""Block of the decoder to its strides along time and along both height and width."""
+
+
 class DepthToSpaceUpsample(nn.Module):
-    """Convolution, then each group of 8 channels becomes a 2x2x2 cell (time, height, width); frame 0 is dropped.
+    """Convolution, then each group of channels becomes a cell of ``strides``; with 2 along time, frame 0 is dropped.
 
     With ``residual`` the input itself, rearranged alike and repeated along the channels, is added.
     """
 
-    def __init__(self, in_channels: int, multiplier: int, residual: bool, padding_mode: str) -> None:
+    def __init__(
+        self, in_channels: int, strides: tuple[int, int], multiplier: int, residual: bool, padding_mode: str
+    ) -> None:
         super().__init__()
+        self.time, self.space = strides
         self.residual = residual
         self.out_channels = in_channels // multiplier
-        self.conv = BorderedConv3d(in_channels, 8 * self.out_channels, padding_mode)
+        self.conv = BorderedConv3d(in_channels, self.time * self.space**2 * self.out_channels, padding_mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, F, H, W] -> [B, C / multiplier, 2F - 1, 2H, 2W]."""
+        """[B, C, F, H, W] -> [B, C / multiplier, time * (F - 1) + 1, space * H, space * W]."""
         B, C, frames, H, W = x.shape
         hidden = self.conv(x)
         upsampled = torch.empty(
-            (B, self.out_channels, 2 * frames - 1, 2 * H, 2 * W),
+            (B, self.out_channels, self.time * (frames - 1) + 1, self.space * H, self.space * W),
             dtype=x.dtype,
             device=x.device,
-            memory_format=_memory_format(self.conv.conv.weight),
+            memory_format=memory_format_of(self.conv.conv.weight),
         )
-        # Output channel k * (C/8) + c takes shortcut channel c, whatever the repeat k.
-        repeats = self.out_channels * 8 // C if self.residual else 1
-        for phase in (0, 1):
-            # The frame dropped is latent frame 0 at phase 0, so phase 1 owns the even output frames.
-            cells = _space_cells(upsampled[:, :, 1 - phase :: 2], 2, repeats)
-            source = _depth_cells(hidden, repeats)[:, :, :, 1 - phase :, phase]
+        # Channel k * (C / cell) + c takes shortcut channel c, whatever the repeat k.
+        repeats = self.conv.conv.out_channels // C if self.residual else 1
+        for phase in range(self.time):
+            # With two phases the frame dropped is latent frame 0 at phase 0, so phase 1 owns the even output frames.
+            start = self.time - 1 - phase
+            cells = space_cells(upsampled[:, :, start :: self.time], self.space, repeats)
+            source = self._cells(hidden, repeats)[:, :, :, start:, phase]
             if self.residual:
-                shortcut = _depth_cells(x, 1)[:, :, :, 1 - phase :, phase]
-                _into(cells, torch.add, source, shortcut)
+                write_into(cells, torch.add, source, self._cells(x, 1)[:, :, :, start:, phase])
             else:
                 cells.copy_(source)
         return upsampled
 
+    def _cells(self, x: Tensor, repeats: int) -> Tensor:
+        """View [B, (repeats C' t s s), F, H, W] as [B, repeats, C', F, t, H, s, W, s] (time, height, width phase)."""
+        cells = x.unflatten(1, (repeats, -1, self.time, self.space, self.space))
+        return cells.permute(0, 1, 2, 6, 3, 7, 4, 8, 5)
 
-def _depth_cells(x: Tensor, repeats: int) -> Tensor:
-    """View [B, (repeats C' 2 2 2), F, H, W] as [B, repeats, C', F, 2, H, 2, W, 2] (time, height, width phase)."""
-    return x.unflatten(1, (repeats, -1, 2, 2, 2)).permute(0, 1, 2, 6, 3, 7, 4, 8, 5)
 
-
-def _space_cells(x: Tensor, size: int, repeats: int) -> Tensor:
+def space_cells(x: Tensor, size: int, repeats: int) -> Tensor:
     """View [B, (repeats C'), F, (H size), (W size)] as [B, repeats, C', F, H, size, W, size]."""
     return x.unflatten(4, (-1, size)).unflatten(3, (-1, size)).unflatten(1, (repeats, -1))
 
@@ -200,14 +226,21 @@ class PerChannelStatistics(nn.Module):
 
     def forward(self, latents: Tensor) -> Tensor:
         """Undo the normalization of [B, C, F, H, W], in its dtype."""
-        mean, std = (
-            self.get_buffer(name).to(latents.dtype).view(-1, 1, 1, 1) for name in ("mean-of-means", "std-of-means")
-        )
+        mean, std = self._of_dtype(latents.dtype)
         return latents * std + mean
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        """[B, C, F, H, W] to mean 0 and standard deviation 1 over the training data, in its dtype."""
+        mean, std = self._of_dtype(latents.dtype)
+        return (latents - mean) / std
+
+    def _of_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        mean, std = (self.get_buffer(name).to(dtype).view(-1, 1, 1, 1) for name in ("mean-of-means", "std-of-means"))
+        return mean, std
 
 
 class VideoDecoder(nn.Module):
-    """The decoder as built from its config; 528.4 M parameters in LTX-2 2.0.
+    """The decoder as built from its config; 528.4 M parameters in LTX-2 2.0, 407.2 M in 2.3.
 
     No tensor reaches 2^31 elements at 121x768x1280 (largest: 0.98e9, the bordered input of the last level). At a bit
     more than twice that size one does, and cuDNN then fails with an error: decode such clips in tiles.
@@ -244,7 +277,7 @@ class VideoDecoder(nn.Module):
         """
         validate_latent_size(self.config, latents.shape[-2], latents.shape[-1])
         weight = self.conv_in.conv.weight
-        x = latents.to(weight.dtype).contiguous(memory_format=_memory_format(weight))
+        x = latents.to(weight.dtype).contiguous(memory_format=memory_format_of(weight))
         x = self.conv_in(self.per_channel_statistics(x))
         for block in self.up_blocks:
             x = block(x)
@@ -258,31 +291,31 @@ class VideoDecoder(nn.Module):
             (B, self.config.out_channels, num_frames, p * H, p * W),
             dtype=patches.dtype,
             device=patches.device,
-            memory_format=_memory_format(self.conv_out.conv.weight),
+            memory_format=memory_format_of(self.conv_out.conv.weight),
         )
         cells = patches.unflatten(1, (1, -1, p, p)).permute(0, 1, 2, 5, 6, 4, 7, 3)
-        _space_cells(frames, p, 1).copy_(cells)
+        space_cells(frames, p, 1).copy_(cells)
         return frames
 
 
 def _build_block(block: DecoderBlock, channels: int, padding_mode: str) -> nn.Module:
     if block.kind == "res_x":
         return ResStage(channels, block.num_layers, padding_mode)
-    return DepthToSpaceUpsample(channels, block.multiplier, block.residual, padding_mode)
+    return DepthToSpaceUpsample(channels, STRIDES[block.kind], block.multiplier, block.residual, padding_mode)
 
 
 def _validate_config(config: VideoDecoderConfig) -> None:
     if config.causal:
         raise ValueError("the video decoder's config has causal=True; LTX-2 decoders are not causal: use causal=False")
-    if config.spatial_padding_mode not in _BORDERS:
+    if config.spatial_padding_mode not in BORDERS:
         raise ValueError(
             f"the video decoder's config has spatial_padding_mode={config.spatial_padding_mode!r}; "
-            f"this decoder pads by one of {', '.join(_BORDERS)}"
+            f"this decoder pads by one of {', '.join(BORDERS)}"
         )
     for block in config.blocks:
-        if block.kind not in ("res_x", "compress_all"):
+        if block.kind not in ("res_x", *STRIDES):
             raise ValueError(
-                f"the video decoder's config has a block {block.kind!r}; this decoder has res_x and compress_all"
+                f"the video decoder's config has a block {block.kind!r}; this decoder has res_x, {', '.join(STRIDES)}"
             )
 
 

@@ -1,0 +1,110 @@
+"""What a run needs before it loads a weight: an attention kernel that works here, and memory for its worst moment."""
+
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vgen import memory, transforms
+from vgen.job import Job
+from vgen.memory import Activations, Decode, Prediction, TextSizes
+from vgen.models.attention_backends import require_backend, what_ran
+from vgen.pipelines.ltx2 import plan_request_passes
+from vgen.requests import Request
+from vgen.stages.latents import latent_geometry
+from vgen.stages.passes import needs_negative
+
+notice = logging.getLogger("vgen.notice")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """``decode``: what ``parallel.vae_strategy`` comes to; ``attention``: the backend, torch's own choice by name."""
+
+    decode: Decode
+    attention: str
+
+
+def plan_run(job: Job, requests: Sequence[Request], device: torch.device, components: Collection[str]) -> RunPlan:
+    """Check that ``requests`` can run with ``components`` on ``device``, and say on the console what they will need.
+
+    Memory is predicted for CUDA devices only; elsewhere the exact decode is the automatic one.
+
+    Raises:
+        ConfigurationError, AttentionError: what does not work, with the fix.
+    """
+    attention = _plan_attention(job, requests[0], device) if "transformer" in components else job.config.model.attention
+    if device.type != "cuda":
+        return RunPlan("tile" if job.config.parallel.vae_strategy == "tile" else "whole", attention)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    prediction = predict_run(job, requests, components, free_bytes)
+    notice.info(memory.describe(prediction, free_bytes))
+    memory.fit(prediction, free_bytes)
+    return RunPlan(prediction.decode, attention)
+
+
+def _plan_attention(job: Job, request: Request, device: torch.device) -> str:
+    """The kernel of the video's self-attention, the largest of all."""
+    config, name = job.architecture.transformer, job.config.model.attention
+    dtype = transforms.DTYPES[job.config.quant.mode]
+    require_backend(name, device, dtype, {config.attention_head_dim, config.audio_attention_head_dim})
+    return what_ran(
+        name,
+        device,
+        dtype,
+        num_heads=config.num_attention_heads,
+        head_dim=config.attention_head_dim,
+        tokens=latent_geometry(request).video_tokens,
+    )
+
+
+def predict_run(job: Job, requests: Sequence[Request], components: Collection[str], free_bytes: int) -> Prediction:
+    """The prediction of the largest request; one that has to be decoded in tiles has all decoded so."""
+    weights = {name: _weight_bytes(job, name) for name in components}
+    strategy, offload = job.config.parallel.vae_strategy, job.config.model.offload
+    predictions = []
+    for request in requests:
+        activations = _activations(job, request, components)
+        prediction, sentence = memory.choose_decode(strategy, weights, activations, offload, free_bytes)
+        if sentence is not None:
+            notice.warning(sentence)
+        predictions.append(prediction)
+    if any(prediction.decode == "tile" for prediction in predictions):
+        predictions = [memory.predict(weights, each.activations, offload, "tile") for each in predictions]
+    return max(predictions, key=lambda prediction: prediction.peak)
+
+
+def _weight_bytes(job: Job, component: str) -> int:
+    with torch.device("meta"):
+        module = transforms.MODULES[component](job)
+    return memory.weight_bytes(module, transforms.DTYPES[job.config.quant.mode].itemsize)
+
+
+def _activations(job: Job, request: Request, components: Collection[str]) -> Activations:
+    text = transforms.text_config(job)
+    activations = memory.estimate(
+        job.architecture,
+        latent_geometry(request),
+        TextSizes(
+            tokens=job.config.model.text_encoder.max_length,
+            hidden_size=text["hidden_size"],
+            intermediate_size=text["intermediate_size"],
+            num_states=text["num_hidden_layers"] + 1,
+        ),
+        transforms.plan_decode(job, request),
+        value_bytes=transforms.DTYPES[job.config.quant.mode].itemsize,
+        contexts=1 + needs_negative(plan_request_passes(request, job.config.sampler)),
+        encoded_frames=_encoded_frames(job, request),
+        encodes_sound=request.sound_source is not None,
+    )
+    idle = [stage for stage, names in memory.STAGE_WEIGHTS.items() if not set(names) & set(components)]
+    return dataclasses.replace(activations, **{stage: 0 for stage in idle if not stage.startswith("decode_video")})
+
+
+def _encoded_frames(job: Job, request: Request) -> int:
+    """Frames of the longest clip that the video encoder gets."""
+    if request.video or job.config.task.name == "bench_encode":
+        return request.num_frames
+    return min(1, len(request.images))

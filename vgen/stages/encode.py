@@ -1,0 +1,78 @@
+"""Images, clips and sound to latents."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vgen import media_in
+from vgen.models.ltx2.audio_encoder import AudioEncoder, fit_latents
+from vgen.models.ltx2.geometry import Geometry
+from vgen.models.ltx2.mel import log_mel
+from vgen.requests import Request
+from vgen.stages.condition import EncodedImage
+from vgen.stages.decode import Sound
+from vgen.stages.latents import pack_audio, pack_video
+
+
+@dataclass(frozen=True)
+class Encoders:
+    video: nn.Module
+    audio: AudioEncoder
+
+
+def encode_images(
+    encoder: nn.Module, request: Request, device: torch.device, dtype: torch.dtype
+) -> tuple[EncodedImage, ...]:
+    """The request's images in their order, each encoded as a clip of one frame."""
+    encoded = []
+    for image in request.images:
+        pixels = media_in.load_image(Path(image.path), request.height, request.width, request.image_crf)
+        encoded.append(EncodedImage(_encode(encoder, pixels, device, dtype), image.frame, image.strength))
+    return tuple(encoded)
+
+
+def encode_clip(encoder: nn.Module, request: Request, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``request.video`` as latents in token layout, ``[1, F*H*W, C]``."""
+    assert request.video is not None
+    pixels = media_in.load_video(Path(request.video), request.num_frames, request.height, request.width, request.fps)
+    return pack_video(_encode(encoder, pixels, device, dtype))
+
+
+def _encode(encoder: nn.Module, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        latents: Tensor = encoder(pixels.to(device, dtype))
+    return latents
+
+
+def load_sound(request: Request, sample_rate: int | None = None) -> Sound | None:
+    """The request's sound (None without one), as long as the video: the rest is cut off, what is missing is silent.
+
+    ``sample_rate`` None keeps the file's own. (The official code fills with zero latents, which are no silence.)
+    """
+    if request.sound_source is None:
+        return None
+    seconds = request.num_frames / request.fps
+    loaded = media_in.load_audio(Path(request.sound_source), seconds, sample_rate)
+    if loaded is None:
+        return None
+    waveform, rate = loaded
+    return Sound(F.pad(waveform, (0, round(seconds * rate) - waveform.shape[1])), rate)
+
+
+def encode_sound(
+    encoder: AudioEncoder, request: Request, geometry: Geometry, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """The request's sound as latents in token layout, ``[1, T, C*M]``; None without one."""
+    config = encoder.config
+    sound = load_sound(request, config.sample_rate)
+    if sound is None:
+        return None
+    # A spectrogram reflects its ends, for which the sound of a single frame can be too short.
+    shortest = config.n_fft // 2 + 1
+    waveform = F.pad(sound.waveform, (0, max(0, shortest - sound.waveform.shape[1])))
+    with torch.no_grad():
+        latents = encoder(log_mel(waveform[None].to(device), config).to(dtype))
+    return pack_audio(fit_latents(latents, geometry.audio_tokens))
