@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TORCH_FREE = (
     "run", "app", "arguments", "typed", "config", "validate", "requests", "job", "record", "checkpoint_files",
+    "checkpoint_kinds", "media_probe",
 )  # fmt: skip
 
 # Who may not import what: prefixes of module names.

@@ -90,7 +90,8 @@ class ModelConfig:
     vae: VaeConfig
     attention: Literal["sdpa", "cudnn", "flash", "fa3", "fa4"]
     offload: Literal["none", "text_encoder", "stages"]
-    """What waits in host memory while it has no work: nothing, the text encoder, or all but the stage at work."""
+    """``text_encoder``: all prompts are encoded first and it is freed; ``stages``: only the stage at work is on the
+    device, the rest waits in host memory."""
     request_defaults: RequestDefaults
     sampler_defaults: SamplerConfig
 

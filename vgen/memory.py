@@ -56,7 +56,10 @@ VISITING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "stages": tuple(name for names in STAGE_WEIGHTS.values() for name in names),
     }
 )
-"""The components that ``model.offload`` keeps in host memory while no stage of theirs runs."""
+"""The components that are not on the device while no stage of theirs runs, by ``model.offload``.
+
+``stages`` keeps them in host memory; ``text_encoder`` encodes all prompts before anything else is loaded, and frees it.
+"""
 
 MARGIN = 0.05
 """Part of the free memory that a prediction leaves alone: fragments, and what is predicted too low."""
@@ -140,7 +143,8 @@ def predict(
         work = activations.of(stage, decode)
         if work:
             brought = sum(weights.get(name, 0) for name in names if name in visiting)
-            stages[stage] = resident + brought + work + CUBLAS_WORKSPACE
+            loaded = 0 if offload == "text_encoder" and stage == "text_encode" else resident
+            stages[stage] = loaded + brought + work + CUBLAS_WORKSPACE
     return Prediction(stages, weights, activations, offload, decode)
 
 

@@ -98,6 +98,7 @@ def _activations(job: Job, request: Request, components: Collection[str]) -> Act
         contexts=1 + needs_negative(plan_request_passes(request, job.config.sampler)),
         encoded_frames=_encoded_frames(job, request),
         encodes_sound=request.sound_source is not None,
+        conditioned=bool(request.images),
     )
     idle = [stage for stage, names in memory.STAGE_WEIGHTS.items() if not set(names) & set(components)]
     return dataclasses.replace(activations, **{stage: 0 for stage in idle if not stage.startswith("decode_video")})

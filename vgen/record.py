@@ -56,6 +56,7 @@ def _active_template() -> dict[str, Any]:
         **dict.fromkeys([*parallel.split(), "attention", "compiled", "cuda_graphs"]),
         "quant": dict.fromkeys(("mode", "layers", "bytes", "backend")),
         "vae_backend": None,
+        "vae_dtype": None,
         "offload": None,
         "passes": None,
         "checkpoint": dict.fromkeys(("id", "revision", "kind", "version", "layout")),

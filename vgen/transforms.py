@@ -4,7 +4,7 @@ load → LoRA → quantize → fuse → parallelize → compile → capture → 
 is not called, and the module stays the plain one. This version has the first and the last.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vgen import checkpoint, random_weights
 from vgen.job import Job
 from vgen.memory import VISITING, Decode
+from vgen.metrics.timer import Timer, null_timer
 from vgen.models import gemma3
 from vgen.models.attention_backends import apply_attention
 from vgen.models.ltx2.audio_encoder import AudioEncoder
@@ -34,7 +35,7 @@ from vgen.stages.decode import AudioComponents, DecodeVideo, decode_whole
 from vgen.stages.denoise import build_serial_predict
 from vgen.stages.encode import Encoders
 from vgen.stages.latents import latent_geometry
-from vgen.stages.text import TextComponents
+from vgen.stages.text import Context, EncodePrompts, TextComponents, encode_prompts
 from vgen.validate import tile_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,15 +51,25 @@ def components_of(job: Job) -> tuple[str, ...]:
     return (*TEXT, "transformer", *(ENCODERS if needs_encoders(job.requests) else ()), *DECODERS)
 
 
-def build_components(job: Job, device: torch.device, decode: Decode = "whole") -> Components:
-    """Everything ``task=generate`` needs; each component that visits the device leaves it before the next one loads."""
+def build_components(
+    job: Job,
+    device: torch.device,
+    decode: Decode = "whole",
+    requests: Sequence[Request] | None = None,
+    timer: Timer = null_timer,
+) -> Components:
+    """Everything ``task=generate`` needs for ``requests`` (those of the job by default).
+
+    Each component that visits the device leaves it before the next one loads.
+    """
+    requests = job.requests if requests is None else requests
     residency = Residency(device, {}, {})
-    text = build_text(job, device, residency)
+    encode = build_encode_prompts(job, device, residency, requests, timer)
     transformer = build_transformer(job, device, residency)
     encoders = build_encoders(job, device, residency) if needs_encoders(job.requests) else None
     return Components(
         architecture=job.architecture,
-        text=text,
+        encode_prompts=encode,
         transformer=transformer,
         make_predict=partial(build_serial_predict, transformer),
         decoders=build_decoders(job, device, residency, decode),
@@ -82,7 +93,30 @@ def build_transformer(job: Job, device: torch.device, residency: Residency | Non
     return transformer
 
 
-def build_text(job: Job, device: torch.device, residency: Residency) -> TextComponents:
+def build_encode_prompts(
+    job: Job, device: torch.device, residency: Residency, requests: Sequence[Request], timer: Timer = null_timer
+) -> EncodePrompts:
+    """Prompts to contexts; with ``model.offload=text_encoder`` all of ``requests`` now, after which it is freed."""
+    if job.config.model.offload != "text_encoder":
+        return partial(_encode_prompts, build_text(job, device, residency), residency, device)
+    with timer("text_encode"):
+        text = build_text(job, device)
+        prompts = list(dict.fromkeys(one for request in requests for one in (request.prompt, request.negative_prompt)))
+        contexts = dict(zip(prompts, encode_prompts(text, prompts, device), strict=True))
+        del text
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return lambda wanted: [contexts[prompt] for prompt in wanted]
+
+
+def _encode_prompts(
+    text: TextComponents, residency: Residency, device: torch.device, prompts: Sequence[str]
+) -> list[Context]:
+    with residency.use(*TEXT):
+        return encode_prompts(text, prompts, device)
+
+
+def build_text(job: Job, device: torch.device, residency: Residency | None = None) -> TextComponents:
     folder = None if job.text_encoder is None else job.text_encoder.tokenizer_folder
     tokenizer = gemma3.byte_tokenizer() if folder is None else gemma3.load_tokenizer(folder)
     parts = {}
@@ -194,8 +228,17 @@ def _build_decode(job: Job, decoder: nn.Module, strategy: Decode) -> DecodeVideo
     return decode
 
 
+def component_dtype(job: Job, component: str, device: torch.device) -> torch.dtype:
+    """The dtype of a component's weights and of what it computes: the configuration's, but for VAEs on the CPU.
+
+    torch has no fast bf16 convolution for most CPUs: the encoder of the tiny model takes 69 s there and 0.6 s in fp32.
+    """
+    convolves = component in (*ENCODERS, *DECODERS)
+    return torch.float32 if convolves and device.type == "cpu" else DTYPES[job.config.quant.mode]
+
+
 def _load(job: Job, component: str, device: torch.device) -> nn.Module:
-    dtype = DTYPES[job.config.quant.mode]
+    dtype = component_dtype(job, component, device)
     with torch.device("meta"):
         module = MODULES[component](job)
     module.requires_grad_(False).eval()

@@ -184,6 +184,7 @@ def _active(job: Job, ran: dict[str, Any]) -> dict[str, Any]:
         "cuda_graphs": 0,
         "quant": {"mode": job.config.quant.mode},
         "vae_backend": model.vae.backend,
+        "vae_dtype": "fp32" if job.device == "cpu" else job.config.quant.mode,
         "offload": model.offload,
         "checkpoint": _checkpoint(job),
         "weights": model.weights,

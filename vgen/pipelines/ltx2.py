@@ -22,7 +22,6 @@ from vgen.stages.encode import encode_clip, encode_images, encode_sound, load_so
 from vgen.stages.latents import Latents, latent_geometry, make_noise, unpack_audio, unpack_video
 from vgen.stages.passes import Pass, needs_negative, plan_passes
 from vgen.stages.start import Inputs, start_latents
-from vgen.stages.text import encode_prompts
 
 
 def generate(
@@ -33,12 +32,11 @@ def generate(
     Raises:
         NumericsError: NaN or infinity after the first step or before decode.
     """
-    use = components.residency.use
     geometry = latent_geometry(request)
     passes = plan_request_passes(request, sampler)
     prompts = [request.prompt, request.negative_prompt] if needs_negative(passes) else [request.prompt]
-    with timer("text_encode"), use("text_encoder", "connectors"):
-        contexts = encode_prompts(components.text, prompts, components.device)
+    with timer("text_encode"):
+        contexts = components.encode_prompts(prompts)
 
     inputs, sound = _encode(components, request, geometry, timer)
     sigmas = request_sigmas(request, sampler, geometry)
@@ -58,7 +56,7 @@ def generate(
         video=conditions,
         audio_is_given=copies,
     )
-    with timer("denoise"), use("transformer"), progress("denoise", len(sigmas) - 1) as bar:
+    with timer("denoise"), components.residency.use("transformer"), progress("denoise", len(sigmas) - 1) as bar:
 
         def on_step(step: int, latents: Latents) -> None:
             timer.step()

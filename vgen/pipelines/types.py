@@ -13,7 +13,7 @@ from vgen.residency import Residency
 from vgen.stages.decode import AudioComponents, DecodeVideo, Sound
 from vgen.stages.denoise import Conditioning, Predict
 from vgen.stages.encode import Encoders
-from vgen.stages.text import TextComponents
+from vgen.stages.text import EncodePrompts
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Components:
     """
 
     architecture: LTX2Config
-    text: TextComponents
+    encode_prompts: EncodePrompts
     transformer: LTX2Transformer
     make_predict: Callable[[Conditioning], Predict]
     decoders: Decoders

@@ -43,8 +43,8 @@ def encode_clip(encoder: nn.Module, request: Request, device: torch.device, dtyp
 
 def _encode(encoder: nn.Module, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
-        latents: Tensor = encoder(pixels.to(device, dtype))
-    return latents
+        latents: Tensor = encoder(pixels.to(device))
+    return latents.to(dtype)
 
 
 def load_sound(request: Request, sample_rate: int | None = None) -> Sound | None:
@@ -74,5 +74,5 @@ def encode_sound(
     shortest = config.n_fft // 2 + 1
     waveform = F.pad(sound.waveform, (0, max(0, shortest - sound.waveform.shape[1])))
     with torch.no_grad():
-        latents = encoder(log_mel(waveform[None].to(device), config).to(dtype))
+        latents = encoder(log_mel(waveform[None].to(device), config)).to(dtype)
     return pack_audio(fit_latents(latents, geometry.audio_tokens))

@@ -1,7 +1,7 @@
 """Prompts to the context both streams of the transformer attend to."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,10 @@ class Context:
 
     video: Tensor
     audio: Tensor
+
+
+EncodePrompts = Callable[[Sequence[str]], list[Context]]
+"""Prompts to their contexts, in order."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def run(context: TaskContext) -> RankResult:
     timer = StageTimer(device)
     plan = planning.plan_run(job, job.requests, device, transforms.components_of(job))
     with timer("load"):
-        components = transforms.build_components(job, device, plan.decode)
+        components = transforms.build_components(job, device, plan.decode, mine, timer)
     passes = ltx2.plan_request_passes(job.requests[0], job.config.sampler)
     result.active = {
         "vae_strategy": plan.decode,

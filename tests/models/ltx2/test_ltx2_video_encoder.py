@@ -402,6 +402,7 @@ def test_refuses_what_it_does_not_build() -> None:
     [
         ((120, 768, 1280), "num_frames=120 is not 8k + 1: use 113 or 121"),
         ((0, 768, 1280), "num_frames=0 is not 8k + 1: use 1"),
+        ((-7, 768, 1280), "num_frames=-7 is not 8k + 1: use 1"),
         ((2, 768, 1280), "num_frames=2 is not 8k + 1: use 1 or 9"),
         ((121, 720, 1280), "height=720 is not a multiple of 32: use 704 or 736"),
         ((121, 1080, 1920), "height=1080 is not a multiple of 32: use 1056 or 1088"),

@@ -2,8 +2,8 @@
 
 One set of modules is 2.0 and 2.3; the switches of ``TransformerConfig`` say which parts it has.
 
-Shapes: B batch, S video tokens, A audio tokens, T tokens of the stream at hand, R its distinct timesteps, L text tokens,
-C latent channels, K sinusoid channels, D model width of the stream at hand.
+Shapes: B batch, S video tokens, A audio tokens, T tokens of the stream at hand, R its distinct timesteps, L text
+tokens, C latent channels, K sinusoid channels, D model width of the stream at hand.
 Source: Lightricks/LTX-2 at 400fd31, ``model/transformer/{model,transformer_args}.py``.
 """
 

@@ -98,7 +98,7 @@ class VideoEncoder(nn.Module):
 
     No tensor reaches 2^31 elements at 121x768x1280 (largest: 0.98e9, the bordered input of the first level). At a bit
     more than twice that size one does, and cuDNN then fails with an error: encode such clips in tiles. Activations take
-    5.5 GiB there in bf16: one of the first level, its norm within a border and a convolution's output.
+    5.4 GiB there in bf16: one of the first level, its norm within a border and a convolution's output.
 
     Raises:
         ValueError: the config asks for an unknown padding mode, an unknown block or another compression than LTX-2's.
