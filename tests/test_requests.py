@@ -12,8 +12,8 @@ from vgen.requests import build_requests, from_mapping
 from vgen.typed import ConfigurationError
 
 CONFIG = RequestConfig(
-    prompt="p", negative_prompt="n", prompts_file=None, image=None, images=(), image_crf=33, video=None, noise_level=0.7,
-    audio="generate", sound=None, seed=1, height=64, width=96, num_frames=9, fps=24.0,
+    prompt="p", negative_prompt="n", prompts_file=None, image=None, images=(), image_crf=33, video=None,
+    noise_level=0.7, audio="generate", sound=None, seed=1, height=64, width=96, num_frames=9, fps=24.0,
 )  # fmt: skip
 
 

@@ -8,11 +8,11 @@ The figures are of tensors, as ``torch.cuda.max_memory_allocated`` counts them. 
 and the CUDA context have to fit in the margin.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from vgen.models.ltx2.config import (
     AUDIO_COMPRESSION,
@@ -107,6 +107,11 @@ class Activations:
     decode_audio: int
     kept: int
     largest_decode_tensor: int
+
+    def without(self, stages: Collection[str]) -> Self:
+        """The same with no work in ``stages``, which a run does not have."""
+        names = [name for name in (field.name for field in fields(self)) if name.startswith(tuple(stages))]
+        return replace(self, **dict.fromkeys(names, 0)) if stages else self
 
     def of(self, stage: str, decode: Decode) -> int:
         work: int = getattr(self, f"decode_video_{decode}" if stage == "decode_video" else stage)

@@ -1,6 +1,5 @@
 """What a run needs before it loads a weight: an attention kernel that works here, and memory for its worst moment."""
 
-import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -101,7 +100,7 @@ def _activations(job: Job, request: Request, components: Collection[str]) -> Act
         conditioned=bool(request.images),
     )
     idle = [stage for stage, names in memory.STAGE_WEIGHTS.items() if not set(names) & set(components)]
-    return dataclasses.replace(activations, **{stage: 0 for stage in idle if not stage.startswith("decode_video")})
+    return activations.without(idle)
 
 
 def _encoded_frames(job: Job, request: Request) -> int:

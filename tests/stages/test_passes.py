@@ -18,7 +18,7 @@ def stream(scales: tuple[float, float, float], blocks: tuple[int, ...]) -> Guida
 @pytest.mark.parametrize(("video", "audio"), list(itertools.product(SCALES, SCALES)))
 def test_every_combination_of_scales(video: tuple[float, float, float], audio: tuple[float, float, float]) -> None:
     passes = {one.name: one for one in plan_passes(stream(video, (1, 2)), stream(audio, (3,)))}
-    assert list(passes)[0] == "cond" and passes["cond"].perturbation == Perturbation()
+    assert next(iter(passes)) == "cond" and passes["cond"].perturbation == Perturbation()
     assert ("uncond" in passes) == (video[0] != 1 or audio[0] != 1)
     assert ("ptb" in passes) == (video[1] != 0 or audio[1] != 0)
     assert ("mod" in passes) == (video[2] != 1 or audio[2] != 1)

@@ -20,7 +20,7 @@ def run(context: TaskContext) -> RankResult:
     """Random latents from ``request.seed``; errors are shown before times."""
     job, device, bench = context.job, context.device, context.job.config.bench
     request = job.requests[0]
-    dtype = transforms.DTYPES[job.config.quant.mode]
+    dtype = transforms.component_dtype(job, "video_decoder", device)
     timer, result = StageTimer(device), RankResult()
     with timer("load"):
         decoder = transforms.build_video_decoder(job, device)

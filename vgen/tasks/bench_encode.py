@@ -17,7 +17,7 @@ def run(context: TaskContext) -> RankResult:
     """Random pixels from ``request.seed``; errors are shown before times."""
     job, device, bench = context.job, context.device, context.job.config.bench
     request = job.requests[0]
-    dtype = transforms.DTYPES[job.config.quant.mode]
+    dtype = transforms.component_dtype(job, "video_encoder", device)
     timer, result = StageTimer(device), RankResult()
     planning.plan_run(job, job.requests, device, ("video_encoder",))
     with timer("load"):
