@@ -196,8 +196,9 @@ def test_a_rank_that_raises_is_told_once(tmp_path: Path) -> None:
 
     video = torch.full((1, 32, 2, 2, 2), float("nan"))
     request = {
-        "index": 0, "prompt": "", "negative_prompt": "", "seed": 0, "height": 64, "width": 64, "num_frames": 9,
-        "fps": 24.0, "audio": False,
+        "index": 0, "prompt": "", "negative_prompt": "", "images": [], "image_crf": 33, "video": None,
+        "noise_level": 0.7, "audio": "none", "sound": None, "seed": 0, "height": 64, "width": 64, "num_frames": 9,
+        "fps": 24.0,
     }  # fmt: skip
     media.save_latents(tmp_path / "latents_0.safetensors", video, None, {"request": json.dumps(request)})
     out_dir = tmp_path / "job"
@@ -221,3 +222,50 @@ def test_a_sweep_changes_its_world_size_and_goes_on_where_it_stopped(tmp_path: P
     second = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("done before, skipped") == 1
+
+
+@pytest.fixture
+def picture_and_tone(tmp_path: Path) -> tuple[Path, Path]:
+    import av
+    import numpy as np
+    from PIL import Image
+
+    picture, tone = tmp_path / "picture.png", tmp_path / "tone.wav"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=np.uint8)).save(picture)
+    wave = (np.sin(np.arange(22050) * 2 * np.pi * 440 / 22050) * 20000).astype(np.int16)
+    with av.open(str(tone), "w") as container:
+        stream: Any = container.add_stream("pcm_s16le", rate=22050, layout="mono")
+        frame = av.AudioFrame.from_ndarray(wave[None], format="s16", layout="mono")
+        frame.sample_rate = 22050
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return picture, tone
+
+
+def test_an_image_and_a_kept_sound_reach_the_file(picture_and_tone: tuple[Path, Path], tmp_path: Path) -> None:
+    picture, tone = picture_and_tone
+    out_dir, again = tmp_path / "job", tmp_path / "again"
+    inputs = (f"request.image={picture}", "request.audio=copy", f"request.sound={tone}")
+    result = run(out_dir, *inputs, "model=ltx2_3_tiny", f"request.prompt={'word ' * 40}")
+    assert result.returncode == 0, result.stderr
+    assert "tokens longer than the 128" in result.stdout  # said on the console, not cut in silence
+    record = read(out_dir)
+    assert record["active"]["passes"] == ["cond", "uncond", "ptb", "mod"]
+    assert record["active"]["checkpoint"]["version"] == "2.3"
+    assert record["timings_s"]["encode_video"] > 0 and record["timings_s"]["encode_audio"] > 0
+    (output,) = record["outputs"]
+    assert output["has_audio"] and output["audio_seconds"] == pytest.approx(9 / 24, abs=0.03)
+    finished = run(again, "model=ltx2_3_tiny", "task=decode", f"task.latents={out_dir}")
+    assert finished.returncode == 0, finished.stderr
+    assert (again / "sample_0.mp4").read_bytes() == (out_dir / "sample_0.mp4").read_bytes()
+
+
+def test_what_does_not_fit_a_distilled_checkpoint_is_told_before_anything_starts(tmp_path: Path) -> None:
+    files = tiny_ltx2.tiny_checkpoints()
+    distilled = tmp_path / "ltx-2-tiny-distilled.safetensors"
+    distilled.symlink_to(files.official)
+    load = (f"model.checkpoint={distilled}", f"model.text_encoder.checkpoint={files.gemma}", "model.weights=load")
+    result = run(tmp_path / "job", *load, "sampler.video.stg_blocks=[1]", "sampler.audio.stg_blocks=[1]")
+    assert result.returncode == 1
+    assert "which is distilled for 8 fixed sigmas without guidance" in one_sentence(result)
+    assert not processes_of(tmp_path / "job")

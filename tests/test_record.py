@@ -64,6 +64,9 @@ ACTIVE = [
     "cuda_graphs",
     "quant",
     "vae_backend",
+    "vae_dtype",
+    "offload",
+    "passes",
     "checkpoint",
     "weights",
 ]
@@ -73,6 +76,8 @@ TIMINGS = [
     "capture",
     "warmup",
     "text_encode",
+    "encode_video",
+    "encode_audio",
     "denoise",
     "upsample",
     "decode_video",
@@ -91,7 +96,7 @@ def test_every_key_is_there_and_null_until_known() -> None:
     assert list(built) == KEYS
     assert list(built["active"]) == ACTIVE
     assert list(built["active"]["quant"]) == ["mode", "layers", "bytes", "backend"]
-    assert list(built["active"]["checkpoint"]) == ["id", "revision", "kind"]
+    assert list(built["active"]["checkpoint"]) == ["id", "revision", "kind", "version", "layout"]
     assert list(built["timings_s"]) == TIMINGS
     assert list(built["environment"]) == ["versions", "git", "gpu", "driver", "clocks_mhz", "cpu", "host_load"]
     assert (built["schema"], built["status"], built["task"], built["outputs"]) == (1, "failed", "generate", [])

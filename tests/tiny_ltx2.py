@@ -58,9 +58,13 @@ class Checkpoints:
     gemma: Path
 
 
-@cache
 def tiny_checkpoints(version: Version = "2.0") -> Checkpoints:
     """The checkpoints of seed 0, written once per test run; read them, do not change them."""
+    return _checkpoints(version)
+
+
+@cache
+def _checkpoints(version: Version) -> Checkpoints:
     folder = Path(tempfile.mkdtemp(prefix="tiny_ltx2_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     parts = build_parts(version=version)

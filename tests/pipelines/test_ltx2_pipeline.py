@@ -1,7 +1,9 @@
 """The whole LTX-2 pipeline against diffusers': same checkpoint, same noise, text to frames and waveform, fp32."""
 
 import dataclasses
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from vgen import app, transforms
 from vgen.config import from_mapping
 from vgen.job import Job, plan_job
 from vgen.pipelines import ltx2
+from vgen.planning import plan_run
 from vgen.requests import Request, build_requests
 from vgen.stages.checks import NumericsError
 from vgen.stages.decode import Sound
@@ -91,7 +94,9 @@ def make_job(tmp_path: Path, *overrides: str) -> Job:
 
 def generate(job: Job, request: Request | None = None) -> ListSink:
     sink = ListSink()
-    components = transforms.build_components(job, torch.device("cpu"))
+    device = torch.device("cpu")
+    plan = plan_run(job, job.requests, device, transforms.components_of(job))
+    components = transforms.build_components(job, device, plan.decode)
     ltx2.generate(components, request or job.requests[0], job.config.sampler, sink)
     return sink
 
@@ -284,3 +289,30 @@ def test_nan_latents_fail_by_name_before_decode(tmp_path: Path) -> None:
     latents[0, 0, 0, 0, 0] = float("inf")
     with pytest.raises(NumericsError, match="before decode"):
         ltx2.decode(components.decoders, latents, None, ListSink(), components.residency)
+
+
+@pytest.mark.parametrize("offload", ["text_encoder", "stages"])
+def test_offload_changes_no_bit(offload: str, tmp_path: Path) -> None:
+    scales = guidance_overrides(SCALES[-1], [1])
+    usual = generate(official_job(tmp_path, *scales))
+    other = generate(official_job(tmp_path, *scales, f"model.offload={offload}"))
+    assert torch.equal(usual.video, other.video)
+    assert torch.equal(usual.frames, other.frames)
+    assert torch.equal(usual.waveform, other.waveform)
+
+
+def test_a_freed_text_encoder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, seen = transforms.build_text, []
+
+    def remember(*arguments: Any) -> Any:
+        text = build(*arguments)
+        seen.append(weakref.ref(text.text_encoder))
+        return text
+
+    monkeypatch.setattr(transforms, "build_text", remember)
+    job = official_job(tmp_path, "model.offload=text_encoder")
+    components = transforms.build_components(job, torch.device("cpu"))
+    gc.collect()
+    assert [reference() for reference in seen] == [None]
+    (context,) = components.encode_prompts([PROMPT])
+    assert context.video.shape[1] == tiny_ltx2.TEXT_LENGTH
