@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tiny_ltx2 import (
     HIDDEN_SIZE,
@@ -159,12 +157,6 @@ def test_the_parts_of_the_text_side_load_alone_as_well() -> None:
         expected = whole.get_submodule(child).state_dict()
         assert alone.state_dict().keys() == expected.keys()
         assert all(tensor.equal(expected[name]) for name, tensor in alone.state_dict().items())
-
-
-def architecture(model: str) -> LTX2Config:
-    with initialize_config_dir(str(Path(__file__).parent.parent / "conf"), version_base=None):
-        config = compose("config", overrides=[f"model={model}"])
-    return from_official(OmegaConf.to_container(config.model.architecture, resolve=True))  # type: ignore[arg-type]
 
 
 RELEASED = {

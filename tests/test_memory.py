@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.architectures import architecture
 from vgen import memory
 from vgen.memory import GIB, Activations, TextSizes, choose_decode, describe, fit, predict
 from vgen.models.ltx2.audio_encoder import AudioEncoder
@@ -23,11 +24,8 @@ from vgen.models.ltx2.config import (
     AudioDecoderConfig,
     AudioEncoderConfig,
     BandwidthExtensionConfig,
-    ConnectorConfig,
     DecoderBlock,
     EncoderBlock,
-    LTX2Config,
-    TransformerConfig,
     VideoDecoderConfig,
     VideoEncoderConfig,
     VocoderConfig,
@@ -41,68 +39,9 @@ from vgen.models.ltx2.vocoder import Vocoder
 from vgen.parallel.tiles import TileSettings, decode_tiled, plan_tiles
 from vgen.typed import ConfigurationError
 
-
-def res(num_layers: int) -> DecoderBlock:
-    return DecoderBlock("res_x", num_layers=num_layers)
-
-
-UP = DecoderBlock("compress_all", multiplier=2, residual=True)
-DECODER_2_0 = VideoDecoderConfig(128, 3, 128, 4, (res(5), UP, res(5), UP, res(5), UP, res(5)), "reflect", False)
-ENCODER_2_0 = VideoEncoderConfig(
-    3,
-    128,
-    4,
-    tuple(
-        EncoderBlock(kind, layers, multiplier)
-        for kind, layers, multiplier in (
-            ("res_x", 4, 1),
-            ("compress_space_res", 1, 2),
-            ("res_x", 6, 1),
-            ("compress_time_res", 1, 2),
-            ("res_x", 6, 1),
-            ("compress_all_res", 1, 2),
-            ("res_x", 2, 1),
-            ("compress_all_res", 1, 2),
-            ("res_x", 2, 1),
-        )
-    ),
-    "zeros",
-)
-TRANSFORMER_2_0 = TransformerConfig(
-    num_layers=48,
-    num_attention_heads=32,
-    attention_head_dim=128,
-    audio_attention_head_dim=64,
-    in_channels=128,
-    out_channels=128,
-    audio_in_channels=128,
-    audio_out_channels=128,
-    caption_channels=3840,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_max_pos=(20.0, 2048.0, 2048.0),
-    audio_rope_max_pos=20.0,
-    rope_float64=True,
-    timestep_scale_multiplier=1000,
-    av_timestep_scale_multiplier=1000,
-)
-CONNECTOR = ConnectorConfig(2, 30, 128, 128, 4096.0, 1e4, True, 1e-6)
-VOCODER_2_0 = VocoderConfig(
-    128, 2, 1024, (6, 5, 2, 2, 2), (16, 15, 8, 4, 4), (3, 7, 11), ((1, 3, 5),) * 3, output_sample_rate=24000
-)
-LTX_2_0 = LTX2Config(
-    transformer=TRANSFORMER_2_0,
-    video_connector=CONNECTOR,
-    audio_connector=CONNECTOR,
-    video_decoder=DECODER_2_0,
-    audio_decoder=AudioDecoderConfig(128, (1, 2, 4), 2, 2, 8, 64, 16000, 160),
-    vocoder=VOCODER_2_0,
-    version="2.0",
-    text_projection="shared",
-    video_encoder=ENCODER_2_0,
-    audio_encoder=AudioEncoderConfig(128, (1, 2, 4), 2, 2, 8, 64, 16000, 160, 1024),
-    bandwidth_extension=None,
-)
+LTX_2_0 = architecture("ltx2")
+TRANSFORMER_2_0, VOCODER_2_0 = LTX_2_0.transformer, LTX_2_0.vocoder
+ENCODER_2_0, DECODER_2_0 = LTX_2_0.video_encoder, LTX_2_0.video_decoder
 FULL = Geometry(latent_frames=16, latent_height=24, latent_width=40, fps=24.0, audio_tokens=126)
 GEMMA = TextSizes(tokens=1024, hidden_size=3840, intermediate_size=15360, num_states=49)
 TILES = plan_tiles(16, 24, 40, TileSettings())
@@ -178,10 +117,18 @@ def randomized(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False).eval()
 
 
+RES = DecoderBlock("res_x", num_layers=1)
+UP = DecoderBlock("compress_all", multiplier=2, residual=True)
 SMALL_DECODERS = {
-    "2.0": VideoDecoderConfig(8, 3, 8, 4, (res(1), UP, res(1), UP, res(1), UP, res(1)), "reflect", False),
+    "2.0": VideoDecoderConfig(8, 3, 8, 4, (RES, UP, RES, UP, RES, UP, RES), "reflect", False),
     "wide middle": VideoDecoderConfig(
-        8, 3, 4, 4, (res(1), DecoderBlock("compress_all", multiplier=1), res(2), UP, res(1), UP), "zeros", False
+        8,
+        3,
+        4,
+        4,
+        (RES, DecoderBlock("compress_all", multiplier=1), DecoderBlock("res_x", 2), UP, RES, UP),
+        "zeros",
+        False,
     ),
 }
 

@@ -82,12 +82,13 @@ def _encode(components: Components, request: Request, geometry: Geometry, timer:
         return Inputs(), None
     images: tuple[EncodedImage, ...] = ()
     clip = audio = None
-    with timer("encode_video"), components.residency.use("video_encoder"):
-        images = encode_images(encoders.video, request, device, dtype)
-        if request.video is not None:
+    if request.images or request.video:
+        with timer("encode_video"), components.residency.use("video_encoder"):
+            images = encode_images(encoders.video, request, device, dtype)
             clip = encode_clip(encoders.video, request, device, dtype)
-    with timer("encode_audio"), components.residency.use("audio_encoder"):
-        audio = encode_sound(encoders.audio, request, geometry, device, dtype)
+    if request.sound_source:
+        with timer("encode_audio"), components.residency.use("audio_encoder"):
+            audio = encode_sound(encoders.audio, request, geometry, device, dtype)
     return Inputs(images, clip, audio), load_sound(request) if request.audio == "copy" else None
 
 

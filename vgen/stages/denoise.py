@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +13,11 @@ from vgen.models.ltx2.rope import RopeTables
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
 from vgen.stages.condition import Conditions, blend
 from vgen.stages.latents import Latents
-from vgen.stages.passes import Pass
+from vgen.stages.passes import Pass, Text
 from vgen.stages.text import Context
 
 Predict = Callable[[Latents, Tensor, int], Latents]
 """``(latents, sigma, step)`` to the clean latents x0; ``sigma`` is a scalar tensor on the latents' device."""
-
-Prompt = Literal["positive", "negative"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Conditioning:
 
     geometry: Geometry
     passes: tuple[Pass, ...]
-    contexts: Mapping[Prompt, Context]
+    contexts: Mapping[Text, Context]
     video_guidance: Guidance
     audio_guidance: Guidance
     video: Conditions | None = None
@@ -61,112 +58,104 @@ def build_serial_predict(transformer: LTX2Transformer, conditioning: Conditionin
     The text's part that no step changes is computed here, once for the request. The prediction remembers the last
     clean latents for the modalities that a step skips, so build one for each request.
     """
-    text = _prepare_text(transformer, conditioning)
+    contexts = _prepare_contexts(transformer, conditioning)
     last: Latents | None = None
 
     def predict(latents: Latents, sigma: Tensor, step: int) -> Latents:
         nonlocal last
-        skip_video, skip_audio = _skips(conditioning, latents, step)
-        if last is None or not (skip_video and skip_audio):
-            guided = _guided(transformer, conditioning, text, latents, sigma, skip_video, skip_audio)
-            last = _keep(guided, last, skip_video, skip_audio)
-        return _blended(last, conditioning, latents)
+        now = _plan_step(conditioning, latents, sigma, step)
+        if last is None or now.video_runs or now.audio_runs:
+            guided = _guide(transformer, conditioning, contexts, now)
+            last = guided if last is None else _newer(guided, last, now)
+        return _held(last, conditioning, latents)
 
     return predict
 
 
-def _skips(conditioning: Conditioning, latents: Latents, step: int) -> tuple[bool, bool]:
-    """Which modalities keep their last clean latents; an absent or given audio has nothing to compute."""
-    skip_video = conditioning.video_guidance.skips(step)
-    if latents.audio is None or conditioning.audio_is_given:
-        return skip_video, skip_video
-    return skip_video, conditioning.audio_guidance.skips(step)
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One step: its latents, the sigmas of the streams and of each token, and which streams it computes."""
+
+    latents: Latents
+    sigma: Tensor
+    """fp32 [B], as ``audio_sigma``."""
+    timestep: Tensor
+    """fp32 [B], or [B, R] distinct sigmas of the video that ``rows`` gives to its tokens."""
+    rows: Tensor | None
+    token_sigma: Tensor
+    """fp32 [B] or [B, T]: ``timestep`` token by token."""
+    audio_sigma: Tensor
+    video_runs: bool
+    audio_runs: bool
 
 
-def _keep(guided: Latents, last: Latents | None, skip_video: bool, skip_audio: bool) -> Latents:
-    if last is None:
-        return guided
-    return Latents(last.video if skip_video else guided.video, last.audio if skip_audio else guided.audio)
+def _plan_step(conditioning: Conditioning, latents: Latents, sigma: Tensor, step: int) -> _Step:
+    sigma_B = sigma.reshape(1).expand(latents.video.shape[0])
+    held, given = conditioning.video, conditioning.audio_is_given
+    video_runs = not conditioning.video_guidance.skips(step)
+    # An absent or a given sound has nothing to compute: the video alone decides.
+    alone = latents.audio is None or given
+    return _Step(
+        latents,
+        sigma_B,
+        timestep=sigma_B if held is None else held.levels.unsqueeze(0) * sigma,
+        rows=None if held is None else held.rows,
+        token_sigma=sigma_B if held is None else held.mask * sigma,
+        audio_sigma=torch.zeros_like(sigma_B) if given else sigma_B,
+        video_runs=video_runs,
+        audio_runs=video_runs if alone else not conditioning.audio_guidance.skips(step),
+    )
 
 
-def _blended(x0: Latents, conditioning: Conditioning, latents: Latents) -> Latents:
+def _newer(guided: Latents, last: Latents, now: _Step) -> Latents:
+    return Latents(guided.video if now.video_runs else last.video, guided.audio if now.audio_runs else last.audio)
+
+
+def _held(x0: Latents, conditioning: Conditioning, latents: Latents) -> Latents:
+    """Conditioned tokens and a given sound as they should be."""
     video = x0.video if conditioning.video is None else blend(x0.video, conditioning.video)
     return Latents(video, latents.audio if conditioning.audio_is_given else x0.audio)
 
 
-_Text = Mapping[tuple[str, Prompt], Tensor | TextKeysValues]
+_Contexts = Mapping[tuple[str, Text], Tensor | TextKeysValues]
 
 
-def _prepare_text(transformer: LTX2Transformer, conditioning: Conditioning) -> _Text:
+def _prepare_contexts(transformer: LTX2Transformer, conditioning: Conditioning) -> _Contexts:
+    prepared: dict[tuple[str, Text], Tensor | TextKeysValues] = {}
     with torch.no_grad():
-        text: dict[tuple[str, Prompt], Tensor | TextKeysValues] = {}
-        for prompt, context in conditioning.contexts.items():
-            text["video", prompt] = transformer.prepare_text(context.video, "video")
+        for text, context in conditioning.contexts.items():
+            prepared["video", text] = transformer.prepare_text(context.video, "video")
             if conditioning.geometry.audio_tokens:
-                text["audio", prompt] = transformer.prepare_text(context.audio, "audio")
-        return text
+                prepared["audio", text] = transformer.prepare_text(context.audio, "audio")
+    return prepared
 
 
-def _guided(
-    transformer: LTX2Transformer,
-    conditioning: Conditioning,
-    text: _Text,
-    latents: Latents,
-    sigma: Tensor,
-    skip_video: bool,
-    skip_audio: bool,
-) -> Latents:
+def _guide(transformer: LTX2Transformer, conditioning: Conditioning, contexts: _Contexts, now: _Step) -> Latents:
+    latents = now.latents
     rope = transformer.rope_tables(conditioning.geometry, latents.video.device, latents.video.dtype)
-    streams = _Streams(conditioning, latents, sigma)
-    x0 = {
-        one.name: _forward(transformer, one, streams, text, rope, skip_video, skip_audio) for one in conditioning.passes
-    }
+    x0 = {one.name: _forward(transformer, one, contexts, rope, now) for one in conditioning.passes}
     cond = x0["cond"]
-    video = apply_guidance(cond.video, {name: other.video for name, other in x0.items()}, _without_mod(conditioning))
+    video_guidance = conditioning.video_guidance
+    if MOD not in x0:
+        # With no sound the isolated pass equals the conditional one and was not run.
+        video_guidance = replace(video_guidance, modality_scale=1.0)
+    video = apply_guidance(cond.video, {name: other.video for name, other in x0.items()}, video_guidance)
     if cond.audio is None or conditioning.audio_is_given:
         return Latents(video, cond.audio)
     others = {name: other.audio for name, other in x0.items() if other.audio is not None}
     return Latents(video, apply_guidance(cond.audio, others, conditioning.audio_guidance))
 
 
-def _without_mod(conditioning: Conditioning) -> Guidance:
-    """The video's guidance; with no audio stream the isolated pass equals the conditional one and was not run."""
-    if any(one.name == MOD for one in conditioning.passes):
-        return conditioning.video_guidance
-    return replace(conditioning.video_guidance, modality_scale=1.0)
-
-
-class _Streams:
-    """The sigmas of one step, of both streams and of each token."""
-
-    def __init__(self, conditioning: Conditioning, latents: Latents, sigma: Tensor) -> None:
-        self.latents = latents
-        self.sigma_B = sigma.reshape(1).expand(latents.video.shape[0])
-        conditions = conditioning.video
-        self.rows = None if conditions is None else conditions.rows
-        self.timestep = self.sigma_B if conditions is None else conditions.levels.unsqueeze(0) * sigma
-        self.token_sigma = self.sigma_B if conditions is None else conditions.mask * sigma
-        self.audio_sigma_B = torch.zeros_like(self.sigma_B) if conditioning.audio_is_given else self.sigma_B
-
-
-def _forward(
-    transformer: LTX2Transformer,
-    one: Pass,
-    streams: _Streams,
-    text: _Text,
-    rope: RopeTables,
-    skip_video: bool,
-    skip_audio: bool,
-) -> Latents:
-    latents = streams.latents
-    video = Stream(
-        latents.video, streams.timestep, streams.sigma_B, text["video", one.video_text], streams.rows, not skip_video
-    )
+def _forward(transformer: LTX2Transformer, one: Pass, contexts: _Contexts, rope: RopeTables, now: _Step) -> Latents:
+    """The clean latents of one pass."""
+    latents, audio_latents = now.latents, now.latents.audio
+    context = contexts["video", one.video_text]
+    video = Stream(latents.video, now.timestep, now.sigma, context, now.rows, enabled=now.video_runs)
     audio = None
-    if latents.audio is not None:
-        sigma_B = streams.audio_sigma_B
-        audio = Stream(latents.audio, sigma_B, sigma_B, text["audio", one.audio_text], enabled=not skip_audio)
+    if audio_latents is not None:
+        context, sigma = contexts["audio", one.audio_text], now.audio_sigma
+        audio = Stream(audio_latents, sigma, sigma, context, enabled=now.audio_runs)
     with torch.no_grad():
         video_velocity, audio_velocity = transformer(video, audio, rope, (one.perturbation,) * len(latents.video))
-    x0_audio = None if latents.audio is None else to_x0(latents.audio, streams.audio_sigma_B, audio_velocity)
-    return Latents(to_x0(latents.video, streams.token_sigma, video_velocity), x0_audio)
+    x0_audio = None if audio_latents is None else to_x0(audio_latents, now.audio_sigma, audio_velocity)
+    return Latents(to_x0(latents.video, now.token_sigma, video_velocity), x0_audio)

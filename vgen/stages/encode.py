@@ -34,9 +34,10 @@ def encode_images(
     return tuple(encoded)
 
 
-def encode_clip(encoder: nn.Module, request: Request, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """``request.video`` as latents in token layout, ``[1, F*H*W, C]``."""
-    assert request.video is not None
+def encode_clip(encoder: nn.Module, request: Request, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """``request.video`` as latents in token layout, ``[1, F*H*W, C]``; None without one."""
+    if request.video is None:
+        return None
     pixels = media_in.load_video(Path(request.video), request.num_frames, request.height, request.width, request.fps)
     return pack_video(_encode(encoder, pixels, device, dtype))
 
