@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_ltx2 import (
+from torch import Tensor, nn
+
+from tests.architectures import architecture
+from tests.tiny_ltx2 import (
     HIDDEN_SIZE,
     NUM_STATES,
     Version,
@@ -20,8 +23,6 @@ from tiny_ltx2 import (
     tiny_checkpoints,
     write_official_upsampler,
 )
-from torch import Tensor, nn
-
 from vgen.checkpoint import (
     TensorSource,
     component_source,

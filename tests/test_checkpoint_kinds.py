@@ -1,10 +1,12 @@
 """What a file is, from names that its family has in public: right files pass, each wrong one is told by its own."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from tiny_ltx2 import Version, build_upsampler, official_tensors, tiny_checkpoints
+import torch
 
+from tests.tiny_ltx2 import Version, build_upsampler, official_tensors, tiny_checkpoints
 from vgen.checkpoint_kinds import (
     SIGNATURES,
     incomplete,
@@ -56,6 +58,13 @@ GEMMA = ["language_model.model.layers.0.self_attn.q_proj.weight", "vision_tower.
     [
         (["diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight"], "a LoRA"),
         (["lora_unet_blocks_0.lora_up.weight"], "a LoRA"),
+        (
+            ["lycoris_transformer_blocks_0_attn1_to_q.alpha", "lycoris_transformer_blocks_0_attn1_to_q.lokr_w1"],
+            "a LoRA",
+        ),
+        (["diffusion_model.transformer_blocks.0.attn1.to_q.lokr_w2_a"], "a LoRA"),
+        (["lora_unet_blocks_0_self_attn_q.hada_w1_b"], "a LoRA"),
+        (["lora_unet_blocks_0_self_attn_q.oft_blocks"], "a LoRA"),
         (list(build_upsampler().state_dict()), "a latent upsampler"),
         (list(build_upsampler(rational=False).state_dict()), "a latent upsampler"),
         (list(build_upsampler(spatial=False, temporal=True).state_dict()), "a latent upsampler"),
@@ -81,8 +90,49 @@ def test_wrong_files_are_recognised(names: Sequence[str], what: str) -> None:
     assert found[0].startswith(what)
 
 
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ("transformer", "a diffusers transformer of LTX-2"),
+        ("connectors", "the text connectors of LTX-2 alone"),
+        ("vae", "a diffusers video VAE of LTX alone"),
+        ("audio_vae", "a diffusers audio VAE of LTX-2 alone"),
+        ("vocoder", "a diffusers vocoder of LTX-2 alone"),
+    ],
+)
+def test_a_file_out_of_an_ltx2_folder_is_named_with_its_folder(version: Version, part: str, what: str) -> None:
+    found = recognise(getattr(tiny_checkpoints(version).parts, part).state_dict(), {})
+    assert found == (what, "give its parent folder, with transformer, connectors, vae, audio_vae and vocoder")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "what"),
+    [
+        ("WanTransformer3DModel", {"num_layers": 1}, "a diffusers transformer of Wan"),
+        ("WanTransformer3DModel", {"num_layers": 1, "image_dim": 8}, "a diffusers transformer of Wan"),
+        ("AutoencoderKLWan", {"base_dim": 8}, "a diffusers VAE of Wan or Qwen-Image"),
+        ("AutoencoderKLWan", {"base_dim": 8, "is_residual": True}, "a diffusers VAE of Wan or Qwen-Image"),
+        ("AutoencoderKLQwenImage", {"base_dim": 8}, "a diffusers VAE of Wan or Qwen-Image"),
+        ("AutoencoderKLLTXVideo", {}, "a diffusers video VAE of LTX alone"),
+        ("LTXVideoTransformer3DModel", {"num_layers": 1}, "a diffusers transformer of another model"),
+        ("AutoencoderKLCogVideoX", {}, None),
+        ("AutoencoderKLHunyuanVideo", {}, None),
+        ("AutoencoderKLMochi", {}, None),
+        ("AutoencoderKL", {}, None),
+    ],
+)
+def test_diffusers_files_of_other_models_are_recognised(name: str, sizes: dict[str, Any], what: str | None) -> None:
+    import diffusers
+
+    with torch.device("meta"):
+        names = list(getattr(diffusers, name)(**sizes).state_dict())
+    found = recognise(names, {})
+    assert (found and found[0]) == what
+
+
 def test_every_signature_has_a_file_in_these_tests_and_a_fix() -> None:
-    assert len({signature.what for signature in SIGNATURES}) == len(SIGNATURES) == 12
+    assert len({signature.what for signature in SIGNATURES}) == len(SIGNATURES) == 18
     assert all(signature.fix for signature in SIGNATURES)
 
 

@@ -12,7 +12,7 @@ from vgen.config import Config, from_mapping, to_mapping
 from vgen.models.ltx2.config_official import from_official
 from vgen.requests import build_requests
 from vgen.typed import ConfigurationError
-from vgen.validate import validate, validate_request
+from vgen.validate import DISTILLED_STEPS, validate, validate_request
 
 CONF = Path(app.conf_dir())
 GROUPS = ("task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "launcher")
@@ -67,7 +67,7 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("request.seed=1.5", "request.seed=1.5 is not a whole number"),
         ("request.audio=loud", "request.audio='loud' is not a choice; use one of: generate, copy, none"),
         ("request.audio=copy", "request.audio=copy has no sound to keep"),
-        ("request.sound=/x.wav", "is not read with request.audio=generate from noise"),
+        ("request.sound=/x.wav", "is not read with request.audio=generate and no clip"),
         ("request.image=/nowhere.png", "/nowhere.png cannot be read as an image"),
         ("request.image_crf=70", "outside 0"),
         ("request.video=/nowhere.mp4", "/nowhere.mp4 cannot be read"),
@@ -94,7 +94,8 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("sampler.sigmas=[1.0,0.5]", "does not fall"),
         ("sampler.sigmas=[0.9,0.5,0.0]", "without request.video there is only noise"),
         ("sampler.schedule=distilled", "model=ltx2_tiny, which is not distilled"),
-        ("model.kind=distilled", "sampler.schedule=official does not fit model=ltx2_tiny, which is distilled"),
+        ("model.kind=distilled", "does not fit model=ltx2_tiny, which is distilled.*use model=ltx2_distilled"),
+        ("model.version='2.3'", "model=ltx2_tiny is LTX-2 2.0 and .* has the defaults of 2.3; use model=ltx2 with"),
         ("model.offload=disk", "use one of: none, text_encoder, stages"),
         ("bench.warmup=-1", "negative"),
         ("bench.repeats=0", "runs nothing"),
@@ -111,6 +112,21 @@ def test_one_sentence_for_what_does_not_fit(override: str, sentence: str) -> Non
     with pytest.raises(ConfigurationError, match=sentence) as caught:
         check(override)
     assert "\n" not in str(caught.value)
+
+
+def test_bench_step_needs_both_streams() -> None:
+    with pytest.raises(ConfigurationError, match="runs video and audio together"):
+        check("task=bench_step", "request.audio=none")
+
+
+def test_blocks_are_looked_at_only_where_they_are_perturbed() -> None:
+    check("sampler.video.stg_scale=0", "sampler.video.stg_blocks=[40]")
+
+
+def test_the_distilled_schedule_has_the_steps_that_validation_asks_for() -> None:
+    from vgen.diffusion.schedule import DISTILLED_SIGMAS
+
+    assert len(DISTILLED_SIGMAS) - 1 == DISTILLED_STEPS
 
 
 def test_inline_needs_one_rank() -> None:

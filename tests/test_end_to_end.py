@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,19 +227,17 @@ def test_a_sweep_changes_its_world_size_and_goes_on_where_it_stopped(tmp_path: P
 
 @pytest.fixture
 def picture_and_tone(tmp_path: Path) -> tuple[Path, Path]:
-    import av
     import numpy as np
     from PIL import Image
 
     picture, tone = tmp_path / "picture.png", tmp_path / "tone.wav"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=np.uint8)).save(picture)
-    wave = (np.sin(np.arange(22050) * 2 * np.pi * 440 / 22050) * 20000).astype(np.int16)
-    with av.open(str(tone), "w") as container:
-        stream: Any = container.add_stream("pcm_s16le", rate=22050, layout="mono")
-        frame = av.AudioFrame.from_ndarray(wave[None], format="s16", layout="mono")
-        frame.sample_rate = 22050
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    wave_form = (np.sin(np.arange(22050) * 2 * np.pi * 440 / 22050) * 20000).astype("<i2")
+    with wave.open(str(tone), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(22050)
+        file.writeframes(wave_form.tobytes())
     return picture, tone
 
 

@@ -290,7 +290,8 @@ def test_images_cost_their_stage_and_rows_per_token() -> None:
 def test_encoding_a_clip_takes_about_what_decoding_it_does() -> None:
     # The same three tensors of the finest level, and the pixels.
     clip = memory.encode_bytes(ENCODER_2_0, (121, 768, 1280), 2)
-    assert clip == pytest.approx(memory.decode_bytes(DECODER_2_0, (16, 24, 40), 2) + 121 * 768 * 1280 * 3 * 2, rel=0.01)
+    pixels = 121 * 768 * 1280 * 3 * 4  # which stay beside it in fp32
+    assert clip == pytest.approx(memory.decode_bytes(DECODER_2_0, (16, 24, 40), 2) + pixels, rel=0.01)
     image = memory.encode_bytes(ENCODER_2_0, (1, 768, 1280), 2)
     assert image < clip / 20
 
@@ -332,7 +333,7 @@ def work() -> Activations:
         decode_audio=7,
         kept=4,
     )
-    return Activations(**sizes, largest_decode_tensor=1000)
+    return Activations(**sizes, largest_decode_tensor=1000, largest_encode_tensor=1000)
 
 
 def test_everything_is_there_without_offload(work: Activations) -> None:
@@ -362,6 +363,21 @@ def test_with_stages_each_has_only_its_own(work: Activations) -> None:
         decode_video=3 + 90 + 4,
         decode_audio=3 + 7 + 4,
     )
+
+
+def test_a_clip_that_no_convolution_can_encode_is_refused(work: Activations) -> None:
+    huge = dataclasses.replace(work, largest_encode_tensor=memory.LARGEST_TENSOR + 1)
+    with pytest.raises(ConfigurationError, match=r"request\.video cannot be encoded at this size"):
+        choose_decode("tile", WEIGHTS, huge, "none", 1000 * GIB)
+
+
+def test_limits_of_a_stage_that_a_task_lacks_do_not_count(work: Activations) -> None:
+    huge = dataclasses.replace(
+        work, largest_encode_tensor=memory.LARGEST_TENSOR + 1, largest_decode_tensor=memory.LARGEST_TENSOR + 1
+    )
+    step = huge.without(["encode_video", "decode_video", "decode_audio", "text_encode", "encode_audio"])
+    prediction, sentence = choose_decode("whole", WEIGHTS, step, "none", 1000 * GIB)
+    assert set(prediction.stages) == {"denoise"} and sentence is None
 
 
 def test_what_fits_passes_in_silence(work: Activations) -> None:

@@ -1,5 +1,6 @@
 """What a run needs, told before it loads anything."""
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -75,6 +76,15 @@ def test_a_task_counts_only_what_it_builds(tmp_path: Path) -> None:
     assert set(decode.stages) == {"decode_video", "decode_audio"}
     step = predict_run(job, job.requests, ("transformer",), 139 * GIB)
     assert set(step.stages) == {"denoise"}
+
+
+def test_a_clip_of_2_3_is_predicted_as_measured(tmp_path: Path) -> None:
+    job = make_job(tmp_path, *FULL, "model=ltx2_3")
+    clip = dataclasses.replace(job.requests[0], video="clip.mp4", audio="copy", sound="clip.mp4")
+    job = dataclasses.replace(job, requests=(clip,))
+    prediction = predict_run(job, job.requests, transforms.components_of(job), 139 * GIB)
+    assert prediction.peak_stage == "encode_video"
+    assert prediction.peak / GIB == pytest.approx(71.75, rel=0.01)
 
 
 def test_what_cannot_fit_is_refused_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from vgen.models.ltx2.config import (
     VocoderConfig,
 )
 from vgen.models.ltx2.connectors import TextConnectors
-from vgen.models.ltx2.rope import Geometry
+from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream
 from vgen.models.ltx2.upsampler import LatentUpsampler
 from vgen.models.ltx2.video_encoder import VideoEncoder

@@ -85,11 +85,18 @@ def test_jsonl_overrides_single_fields(tmp_path: Path) -> None:
     ("name", "text", "part"),
     [
         ("p.txt", "\n \n", "has no prompt"),
-        ("p.jsonl", "{", "line 1 is not JSON"),
-        ("p.jsonl", '{"prompt": "a"}\n{"seed": 1}', "line 2 has no prompt"),
+        ("p.jsonl", "{", "line 1: the line is not JSON"),
+        ("p.jsonl", f'{{"prompt": "a", "seed": {"1" * 5000}}}', "line 1: the line is not JSON"),
+        ("p.jsonl", "[" * 100_000, "line 1: the line is not JSON"),
+        ("p.jsonl", '{"prompt": "a"}\n{"seed": 1}', "line 2: the line has no prompt"),
         ("p.jsonl", '{"prompt": "a", "sede": 1}', "sets 'sede'"),
         ("p.jsonl", '{"prompt": "a", "seed": "x"}', "seed='x' is not a whole number"),
         ("p.jsonl", '{"prompt": "a", "index": 4}', "sets 'index'"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n{"prompt": "a", "height": "x"}',
+            "line 2: request.height='x' is not a whole number",
+        ),
         ("p.jsonl", '{"prompt": "a", "audio": "loud"}', "use one of: generate, copy, none"),
         ("p.jsonl", '{"prompt": "a", "images": [{"frame": 3}]}', r"request.images\[0\].path is not set"),
     ],
@@ -97,6 +104,41 @@ def test_jsonl_overrides_single_fields(tmp_path: Path) -> None:
 def test_faults_are_named(tmp_path: Path, name: str, text: str, part: str) -> None:
     with pytest.raises(ConfigurationError, match=part):
         _from_file(tmp_path, name, text)
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ('{"prompt": "a", "images": null}', "request.images=None is not a list; give request.images=[a,b]"),
+        ('{"prompt": "a", "images": 5}', "request.images=5 is not a list; give request.images=[a,b]"),
+        ('{"prompt": "a", "images": "a.png"}', "request.images='a.png' is not a list; give request.images=[a,b]"),
+        ('{"prompt": "a", "images": [5]}', "request.images[0]=5 is not a group of settings; give key: value"),
+        ('{"prompt": null}', "request.prompt=None is not text, and this setting takes nothing else"),
+        ('{"prompt": "a", "fps": "x"}', "request.fps='x' is not a number, and this setting takes nothing else"),
+        ('{"prompt": "a", "audio": "x"}', "request.audio='x' is not a choice; use one of: generate, copy, none"),
+        ("[1]", 'the line has no prompt; write {"prompt": "…"}'),
+    ],
+)
+def test_a_faulty_line_is_named_by_file_and_number(tmp_path: Path, entry: str, says: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        _from_file(tmp_path, "p.jsonl", f'{{"prompt": "a"}}\n\n{entry}\n{{"prompt": 1}}')
+    assert str(raised.value) == f"request.prompts_file={tmp_path / 'p.jsonl'} line 3: {says}"
+
+
+def test_a_line_without_images_keeps_those_of_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "images": [{"path": "/b.png", "frame": 8}]}')
+    images = (ImageConfig("/a.png", strength=0.5),)
+    first, second = build_requests(dataclasses.replace(CONFIG, prompts_file=str(path), images=images))
+    assert (first.images, second.images) == (images, (ImageConfig("/b.png", 8),))
+
+
+def test_a_path_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("a")
+    (request,) = build_requests(dataclasses.replace(CONFIG, prompts_file="~/p.txt", image="~nobody.png"))
+    assert (request.prompt, request.images) == ("a", (ImageConfig(str(tmp_path / "~nobody.png")),))
 
 
 def test_missing_file_is_named() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,7 +32,6 @@ NOTICE = "vgen: "
 """How a line begins that a rank wants on the console."""
 
 _failed_jobs: list[Path] = []
-_UNKNOWN_OPTION = r"Could not find '(?:.*/)?([^'/]+)/([^'/]+)'.*?Available options in '[^']*':\s*(.*)"
 
 
 def conf_dir() -> str:
@@ -84,9 +83,8 @@ def explain(error: BaseException) -> str:
         return (
             f"the argument {match[1]} has a comma; quote the text ('key=\"a,b\"'), use [a,b] for a list, or -m to sweep"
         )
-    if "parsing override" in text or "LexerNoViableAlt" in text:
-        match = re.search(r"override '(.*?)'\n", text, re.DOTALL)
-        what = match[1] if match else text.split("\n")[0].removeprefix("LexerNoViableAltException: ")
+    if isinstance(error, OverrideParseException):
+        what = error.override
         return f"the argument {what} cannot be read; put text with spaces or signs in inner quotes: 'key=\"…\"'"
     return " ".join(line.strip() for line in text.split("\n") if line.strip())
 

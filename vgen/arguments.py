@@ -1,30 +1,35 @@
-"""Lets a prompt on the command line be any text, without a second layer of quotes for Hydra's grammar."""
+"""Lets a prompt or a path on the command line be any text, without a second layer of quotes for Hydra's grammar."""
 
 import re
 
-_PROMPT = re.compile(r"^(\+{0,2}request\.(?:prompt|negative_prompt))=(.*)$", re.DOTALL)
-_MULTIRUN = ("-m", "--multirun")
+_PROMPTS = ("request.prompt", "request.negative_prompt")
+_PATHS = (
+    "request.prompts_file", "request.image", "request.video", "request.sound", "model.checkpoint",
+    "model.text_encoder.checkpoint", "task.latents",
+)  # fmt: skip
+_MULTIRUN = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """Quote prompt values for Hydra.
+    """Quote prompts and paths for Hydra.
 
     On a single run the text after ``request.prompt=`` is the prompt, whatever it holds; only a value that already
     is one quoted string is left as it is. In a sweep Hydra's own rules hold, since a comma separates choices there;
-    ``${`` is protected in both, so that a prompt is never taken for an interpolation.
+    ``${`` is protected in both, so that a prompt is never taken for an interpolation. Paths are alike, but that they
+    keep their interpolations: ``model.checkpoint=${oc.env:MODELS}/ltx-2-19b-dev.safetensors``.
     """
     sweep = any(argument in _MULTIRUN for argument in arguments)
     return [_prepare_one(argument, sweep) for argument in arguments]
 
 
 def _prepare_one(argument: str, sweep: bool) -> str:
-    match = _PROMPT.match(argument)
-    if match is None or match[2] in ("", "null"):
+    key, _, text = argument.partition("=")
+    setting = re.sub(r"^\+{1,2}", "", key)
+    if setting not in (*_PROMPTS, *_PATHS) or text in ("", "null"):
         return argument
-    key, text = match.groups()
-    if sweep or is_quoted(text):
-        return f"{key}={_protect_interpolation(text)}"
-    return f"{key}={quote(text)}"
+    if setting in _PROMPTS:
+        text = _protect_interpolation(text)
+    return f"{key}={text if sweep or is_quoted(text) else quote(text)}"
 
 
 def is_quoted(text: str) -> bool:
@@ -42,10 +47,11 @@ def is_quoted(text: str) -> bool:
 
 def quote(text: str) -> str:
     """One Hydra string that reads back as ``text``."""
-    # Hydra: a backslash escapes only where it stands before a quote or the end; OmegaConf: only before "${".
-    escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), _protect_interpolation(text))
+    # A backslash escapes only where it stands before a quote or the end.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
     return f"'{escaped}'"
 
 
 def _protect_interpolation(text: str) -> str:
+    # For OmegaConf a backslash escapes only where it stands before "${".
     return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + "\\${", text)

@@ -23,6 +23,7 @@ Kind = Literal["dev", "distilled"]
 
 FULL_MODEL = "use a file with the full model (ltx-2-19b-dev.safetensors)"
 RUNS = "use a file of LTX-2 2.0 or 2.3 (ltx-2-19b-dev.safetensors)"
+FULL_FOLDER = "give its parent folder, with transformer, connectors, vae, audio_vae and vocoder"
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,45 @@ class Signature:
 
 
 SIGNATURES = (
-    Signature("a LoRA", "use the checkpoint that it was made for", (r"\.lora_(A|B|up|down)\.",)),
+    Signature(
+        "a LoRA",
+        "use the checkpoint that it was made for",
+        # The second and third are LyCORIS: low-rank Kronecker and Hadamard products, orthogonal factors.
+        (r"\.lora_(A|B|up|down)\.|\.(lokr|hada)_(w|t)[12](_a|_b)?$|\.oft_(blocks|diag)$",),
+    ),
     Signature("of LTX-2.5, which this version does not run", RUNS, (r"(^|\.)keyframes_abs_pos_embedding$",)),
     Signature("a latent upsampler", FULL_MODEL, (r"^initial_conv\.", r"^post_upsample_res_blocks\.")),
     Signature("a model of LTX-Video 0.9, which has no sound", RUNS, (r"(^|\.)patchify_proj\.weight$",), (r"audio",)),
     Signature("a Wan transformer", RUNS, (r"(^|\.)patch_embedding\.weight$", r"(^|\.)blocks\.0\.self_attn\.")),
+    Signature("a diffusers transformer of Wan", RUNS, (r"^condition_embedder\.", r"^blocks\.0\.attn1\.")),
     Signature("a Wan VAE", FULL_MODEL, (r"^decoder\.upsamples\.0\.", r"^decoder\.middle\.0\.residual\.")),
+    Signature(
+        "a diffusers VAE of Wan or Qwen-Image",  # all names of the two are the same
+        FULL_MODEL,
+        (r"^decoder\.up_blocks\.0\.resnets\.0\.norm1\.gamma$", r"^quant_conv\."),
+    ),
     Signature(
         "a Gemma text encoder",
         "it belongs into the text encoder's setting: " + FULL_MODEL,
         (r"^(model\.)?language_model\.|(^|\.)layers\.\d+\.pre_feedforward_layernorm\.",),
     ),
     Signature("a language model", FULL_MODEL, (r"^(model\.)?layers\.\d+\.self_attn\.",)),
+    Signature("a diffusers transformer of LTX-2", FULL_FOLDER, (r"^transformer_blocks\.\d+\.audio_attn1\.",)),
+    Signature("the text connectors of LTX-2 alone", FULL_FOLDER, (r"^video_connector\.", r"^(video_)?text_proj_in\.")),
     Signature(
-        "a diffusers transformer of LTX-2",
-        "give its parent folder, with connectors, vae, audio_vae and vocoder",
-        (r"^transformer_blocks\.\d+\.audio_attn1\.",),
+        "a diffusers video VAE of LTX alone",
+        FULL_FOLDER,
+        (r"^latents_mean$", r"^decoder\.up_blocks\.0\.", r"^decoder\.mid_block\.resnets\.0\.conv1\.conv\."),
+    ),
+    Signature(
+        "a diffusers audio VAE of LTX-2 alone",
+        FULL_FOLDER,
+        (r"^latents_mean$", r"^decoder\.up\.0\.", r"^decoder\.mid\.block_1\.conv1\.conv\."),
+    ),
+    Signature(
+        "a diffusers vocoder of LTX-2 alone",
+        FULL_FOLDER,
+        (r"^(vocoder\.)?upsamplers\.0\.", r"^(vocoder\.)?resnets\.0\.convs1\."),
     ),
     Signature("a diffusers transformer of another model", RUNS, (r"^transformer_blocks\.\d+\.",)),
     Signature("a video VAE of LTX alone", FULL_MODEL, (r"^per_channel_statistics\.", r"^decoder\.up_blocks\.")),

@@ -77,6 +77,7 @@ class SamplerConfig:
 class ModelConfig:
     name: str
     family: Literal["ltx2"]
+    version: Literal["2.0", "2.3"]
     kind: Literal["dev", "distilled"]
     """What ``sampler_defaults`` suit; a checkpoint that says what it is has to be of this kind."""
     checkpoint: str | None

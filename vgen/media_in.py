@@ -1,7 +1,8 @@
 """Images, clips and sound of a request as tensors: decoded, fitted to its size, scaled to [-1, 1].
 
 h, w are the file's height and width, H, W the request's; F frames.
-Source: Lightricks/LTX-2 at 400fd31, ``ltx_pipelines/utils/media_io/decode.py`` and ``resize.py``.
+Source: Lightricks/LTX-2 at 400fd31, ``ltx_pipelines/utils/media_io/decode.py`` and ``resize.py``; sound is resampled
+by FFmpeg here, by torchaudio there.
 """
 
 import io

@@ -64,6 +64,14 @@ def probe_audio(path: str | Path) -> AudioInfo | None:
         return AudioInfo(stream.rate, stream.channels, seconds)
 
 
+def has_sound(path: Path) -> bool:
+    """Whether the file has sound to decode: a stream alone may be empty. Raises as ``probe_audio``."""
+    with open_media(path) as container:
+        if not container.streams.audio:
+            return False
+        return any(packet.size > 0 for packet in container.demux(container.streams.audio[0]))
+
+
 def validate_video(path: str | Path, num_frames: int, fps: float) -> None:
     """Raises ConfigurationError unless ``path`` is a clip of ``num_frames`` or more at ``fps``.
 

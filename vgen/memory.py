@@ -9,7 +9,7 @@ and the CUDA context have to fit in the margin.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Self
@@ -94,8 +94,8 @@ class TextSizes:
 class Activations:
     """Work of each stage at its worst moment, without weights; 0 where a run has no such stage.
 
-    ``kept``: what outlives the denoising in the transformer, its position tables. ``largest_decode_tensor``: elements,
-    in the whole decode.
+    ``kept``: what outlives the denoising in the transformer, its position tables. ``largest_*_tensor``: elements, in
+    the whole decode and in the encode of the longest clip.
     """
 
     text_encode: int
@@ -107,11 +107,15 @@ class Activations:
     decode_audio: int
     kept: int
     largest_decode_tensor: int
+    largest_encode_tensor: int
 
     def without(self, stages: Collection[str]) -> Self:
         """The same with no work in ``stages``, which a run does not have."""
-        names = [name for name in (field.name for field in fields(self)) if name.startswith(tuple(stages))]
-        return replace(self, **dict.fromkeys(names, 0)) if stages else self
+        of_stage = {
+            "decode_video": ("decode_video_whole", "decode_video_tile", "largest_decode_tensor"),
+            "encode_video": ("encode_video", "largest_encode_tensor"),
+        }
+        return replace(self, **{name: 0 for stage in stages for name in of_stage.get(stage, (stage,))})
 
     def of(self, stage: str, decode: Decode) -> int:
         work: int = getattr(self, f"decode_video_{decode}" if stage == "decode_video" else stage)
@@ -217,8 +221,15 @@ def choose_decode(
     """``auto`` decodes whole where that fits and in tiles where it does not, with the sentence that says so.
 
     Raises:
-        ConfigurationError: ``whole`` was asked for and one of its tensors is larger than convolutions can be.
+        ConfigurationError: a tensor of the encode, or of the whole decode that was asked for, is larger than
+            convolutions can be.
     """
+    encoded = activations.largest_encode_tensor
+    if encoded > LARGEST_TENSOR:
+        raise ConfigurationError(
+            f"request.video cannot be encoded at this size: one tensor has {encoded} elements and convolutions take at "
+            f"most {LARGEST_TENSOR}; ask for fewer num_frames or a smaller height and width"
+        )
     whole, tile = (predict(weights, activations, offload, decode) for decode in ("whole", "tile"))
     if strategy == "tile":
         return tile, None
@@ -273,10 +284,12 @@ def estimate(
     latents = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
     transformer, decoder = config.transformer, config.video_decoder
     audio = audio_bytes(config, geometry, value_bytes) if geometry.audio_tokens else 0
-    encode_video = 0
+    encode_video = largest_encode = 0
     if encoded_frames:
-        pixels = tuple(size * unit for size, unit in zip(latents[1:], VIDEO_COMPRESSION[1:], strict=True))
-        encode_video = encode_bytes(config.video_encoder, (encoded_frames, *pixels), value_bytes)
+        space = tuple(size * unit for size, unit in zip(latents[1:], VIDEO_COMPRESSION[1:], strict=True))
+        pixels = (encoded_frames, *space)
+        encode_video = encode_bytes(config.video_encoder, pixels, value_bytes)
+        largest_encode = max(max(alive) for alive in _encode_moments(config.video_encoder, pixels))
     tables = rope_bytes(transformer, geometry, value_bytes)
     return Activations(
         text_encode=text_bytes(text, value_bytes),
@@ -288,6 +301,7 @@ def estimate(
         decode_audio=audio,
         kept=tables,
         largest_decode_tensor=largest_decode_tensor(decoder, latents),
+        largest_encode_tensor=largest_encode,
     )
 
 
@@ -371,10 +385,10 @@ def _decode_moments(config: VideoDecoderConfig, latents: tuple[int, ...]) -> Ite
 
 
 def encode_bytes(config: VideoEncoderConfig, pixels: tuple[int, ...], value_bytes: int) -> int:
-    """Of one call of the encoder on a clip of ``pixels`` (frames, height, width), which it keeps to the end."""
+    """Of one call of the encoder on a clip of ``pixels`` (frames, height, width), which stays beside it in fp32."""
     clip = prod(pixels) * config.in_channels
     peak = max(sum(alive) for alive in _encode_moments(config, pixels))
-    return (clip + peak) * value_bytes + CONVOLUTION_WORKSPACE
+    return clip * FP32_BYTES + peak * value_bytes + CONVOLUTION_WORKSPACE
 
 
 def _encode_moments(config: VideoEncoderConfig, pixels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

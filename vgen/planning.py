@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vgen import memory, transforms
 from vgen.job import Job
@@ -20,28 +22,55 @@ notice = logging.getLogger("vgen.notice")
 
 @dataclass(frozen=True)
 class RunPlan:
-    """``decode``: what ``parallel.vae_strategy`` comes to; ``attention``: the backend, torch's own choice by name."""
+    """``decode``: what ``parallel.vae_strategy`` comes to, the same on all ranks; ``tiles``: of the largest request.
+
+    ``attention``: the backend, torch's own choice by name; None where nothing attends.
+    """
 
     decode: Decode
-    attention: str
+    tiles: int
+    attention: str | None
+
+    def active(self) -> dict[str, Any]:
+        """The record's part of this."""
+        return {"vae_strategy": self.decode, "tiles": self.tiles, "attention": self.attention}
 
 
 def plan_run(job: Job, requests: Sequence[Request], device: torch.device, components: Collection[str]) -> RunPlan:
     """Check that ``requests`` can run with ``components`` on ``device``, and say on the console what they will need.
 
-    Memory is predicted for CUDA devices only; elsewhere the exact decode is the automatic one.
+    To be called by all ranks with all requests of the job, so that all decide alike. Memory is predicted for CUDA
+    devices only; elsewhere the exact decode is the automatic one.
 
     Raises:
         ConfigurationError, AttentionError: what does not work, with the fix.
     """
-    attention = _plan_attention(job, requests[0], device) if "transformer" in components else job.config.model.attention
-    if device.type != "cuda":
-        return RunPlan("tile" if job.config.parallel.vae_strategy == "tile" else "whole", attention)
+    attention = _plan_attention(job, requests[0], device) if "transformer" in components else None
+    decode: Decode = "tile" if job.config.parallel.vae_strategy == "tile" else "whole"
+    if device.type == "cuda":
+        free_bytes = _least_free_bytes(device)
+        prediction = predict_run(job, requests, components, free_bytes)
+        _say(logging.INFO, memory.describe(prediction, free_bytes))
+        memory.fit(prediction, free_bytes)
+        decode = prediction.decode
+    tiles = max(len(transforms.plan_decode(job, request)) for request in requests) if decode == "tile" else 1
+    return RunPlan(decode, tiles, attention)
+
+
+def _least_free_bytes(device: torch.device) -> int:
+    """Free memory of the rank that has least, before anything is loaded."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    prediction = predict_run(job, requests, components, free_bytes)
-    notice.info(memory.describe(prediction, free_bytes))
-    memory.fit(prediction, free_bytes)
-    return RunPlan(prediction.decode, attention)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return free_bytes
+    least = torch.tensor(free_bytes, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
+
+
+def _say(level: int, sentence: str) -> None:
+    """Once, though all ranks plan."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        notice.log(level, sentence)
 
 
 def _plan_attention(job: Job, request: Request, device: torch.device) -> str:
@@ -68,7 +97,7 @@ def predict_run(job: Job, requests: Sequence[Request], components: Collection[st
         activations = _activations(job, request, components)
         prediction, sentence = memory.choose_decode(strategy, weights, activations, offload, free_bytes)
         if sentence is not None:
-            notice.warning(sentence)
+            _say(logging.WARNING, sentence)
         predictions.append(prediction)
     if any(prediction.decode == "tile" for prediction in predictions):
         predictions = [memory.predict(weights, each.activations, offload, "tile") for each in predictions]

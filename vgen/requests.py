@@ -39,7 +39,8 @@ class Request:
     @property
     def sound_source(self) -> str | None:
         """The file whose sound is kept or started from, if any."""
-        return (self.sound or self.video) if self.has_audio else None
+        starts_from_it = self.audio == "generate" and self.video is not None and self.noise_level < 1
+        return (self.sound or self.video) if self.audio == "copy" or starts_from_it else None
 
 
 _OVERRIDABLE = tuple(field.name for field in dataclasses.fields(RequestConfig) if field.name != "prompts_file")
@@ -52,9 +53,10 @@ def build_requests(config: RequestConfig) -> tuple[Request, ...]:
         ConfigurationError: the prompts file is missing, empty, or has a line that does not fit.
     """
     base = {name: getattr(config, name) for name in _OVERRIDABLE}
+    base["images"] = [dataclasses.asdict(image) for image in config.images]
     if config.prompts_file is None:
         return (_request(0, base),)
-    path = Path(config.prompts_file)
+    path = Path(_absolute(config.prompts_file))
     try:
         # Only line feeds separate prompts: str.splitlines() would also cut at characters that a prompt may hold.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -62,18 +64,21 @@ def build_requests(config: RequestConfig) -> tuple[Request, ...]:
         raise ConfigurationError(
             f"request.prompts_file={config.prompts_file} cannot be read ({error}); give a UTF-8 text or JSONL file"
         ) from None
-    overrides = [
-        _parse_line(path, number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()
-    ]
-    if not overrides:
+    filled = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not filled:
         raise ConfigurationError(f"request.prompts_file={config.prompts_file} has no prompt; give one per line")
-    return tuple(_request(index, {**base, **override}) for index, override in enumerate(overrides))
+    is_json = path.suffix in (".jsonl", ".ndjson")
+    requests = []
+    for index, (number, line) in enumerate(filled):
+        try:
+            requests.append(_request(index, {**base, **(_parse_line(line) if is_json else {"prompt": line})}))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"request.prompts_file={config.prompts_file} line {number}: {error}") from None
+    return tuple(requests)
 
 
 def _request(index: int, values: Mapping[str, Any]) -> Request:
-    plain = {**values, "images": [dataclasses.asdict(image) if isinstance(image, ImageConfig) else image
-                                  for image in values["images"]]}  # fmt: skip
-    config: RequestConfig = typed.build(RequestConfig, {**plain, "prompts_file": None}, path="request")
+    config: RequestConfig = typed.build(RequestConfig, {**values, "prompts_file": None}, path="request")
     images = tuple(dataclasses.replace(image, path=_absolute(image.path)) for image in config.images)
     if config.image is not None:
         images = (ImageConfig(path=_absolute(config.image)), *images)
@@ -83,7 +88,10 @@ def _request(index: int, values: Mapping[str, Any]) -> Request:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError:  # "~name" of no user is a name like any other
+        return str(Path(path).absolute())
 
 
 def from_mapping(data: Mapping[str, Any]) -> Request:
@@ -92,17 +100,14 @@ def from_mapping(data: Mapping[str, Any]) -> Request:
     return request
 
 
-def _parse_line(path: Path, number: int, line: str) -> Mapping[str, Any]:
-    if path.suffix not in (".jsonl", ".ndjson"):
-        return {"prompt": line}
-    where = f"request.prompts_file={path} line {number}"
+def _parse_line(line: str) -> Mapping[str, Any]:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f'{where} is not JSON ({error}); write {{"prompt": "…"}}') from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f'the line is not JSON ({error}); write {{"prompt": "…"}}') from None
     if not isinstance(entry, dict) or "prompt" not in entry:
-        raise ConfigurationError(f'{where} has no prompt; write {{"prompt": "…"}}')
+        raise ConfigurationError('the line has no prompt; write {"prompt": "…"}')
     unknown = [key for key in entry if key not in _OVERRIDABLE]
     if unknown:
-        raise ConfigurationError(f"{where} sets '{unknown[0]}'; a line may set: {', '.join(_OVERRIDABLE)}")
+        raise ConfigurationError(f"the line sets '{unknown[0]}'; it may set: {', '.join(_OVERRIDABLE)}")
     return entry

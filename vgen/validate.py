@@ -32,10 +32,12 @@ def validate(
     """
     _validate_parallel(config, num_gpus)
     _validate_sampler(config, architecture)
-    _validate_kind(config, checkpoint)
+    _validate_checkpoint(config, architecture, checkpoint)
     _validate_output(config)
     for request in requests:
         validate_request(request, several=len(requests) > 1)
+        if config.task.name == "bench_step" and not request.has_audio:
+            raise ConfigurationError("task=bench_step runs video and audio together; use request.audio=generate")
         if config.task.name == "generate":
             _validate_inputs(request, f"request {request.index}: " if len(requests) > 1 else "", config.sampler)
     _validate_text(config, architecture)
@@ -120,25 +122,40 @@ def _validate_guidance(path: str, guidance: GuidanceConfig, num_layers: int) -> 
             f"{path}.stg_scale={guidance.stg_scale} has no blocks to perturb; name some in {path}.stg_blocks=[…] or "
             f"use {path}.stg_scale=0"
         )
-    if wrong := [block for block in guidance.stg_blocks if not 0 <= block < num_layers]:
+    wrong = [block for block in guidance.stg_blocks if not 0 <= block < num_layers]
+    if wrong and guidance.stg_scale != 0:
         raise ConfigurationError(
             f"{path}.stg_blocks has {wrong[0]}, but this model's blocks are 0 to {num_layers - 1}; use one of those"
         )
 
 
-def _validate_kind(config: Config, checkpoint: Checkpoint | None) -> None:
-    """A schedule is part of what a distilled checkpoint was trained for; the file's own word counts for more."""
+MODELS = {
+    ("2.0", "dev"): "ltx2",
+    ("2.0", "distilled"): "ltx2_distilled",
+    ("2.3", "dev"): "ltx2_3",
+    ("2.3", "distilled"): "ltx2_3_distilled",
+}
+"""The model group's option with the defaults of each checkpoint."""
+
+
+def _validate_checkpoint(config: Config, architecture: LTX2Config, checkpoint: Checkpoint | None) -> None:
+    """Steps, guidance and schedule are those of one version and kind; the file's own word on both counts for more."""
     kind = (checkpoint.kind if checkpoint else None) or config.model.kind
-    sampler = config.sampler
+    version, sampler = architecture.version, config.sampler
+    name = checkpoint.id if checkpoint else f"model={config.model.name}"
+    if version != config.model.version:
+        raise ConfigurationError(
+            f"{name} is LTX-2 {version} and model={config.model.name} has the defaults of {config.model.version}; "
+            f"use model={MODELS[version, kind]} with this checkpoint"
+        )
     if sampler.sigmas is not None or config.task.name != "generate":
         return
     if (sampler.schedule == "distilled") == (kind == "distilled"):
         return
-    name = checkpoint.id if checkpoint else f"model={config.model.name}"
     if kind == "distilled":
         raise ConfigurationError(
             f"sampler.schedule={sampler.schedule} does not fit {name}, which is distilled for {DISTILLED_STEPS} fixed "
-            f"sigmas without guidance; use a distilled model (model=ltx2_distilled) with this checkpoint"
+            f"sigmas without guidance; use model={MODELS[version, kind]} with this checkpoint"
         )
     raise ConfigurationError(
         f"sampler.schedule=distilled does not fit {name}, which is not distilled; use sampler.schedule=official or a "
@@ -211,22 +228,20 @@ def _validate_start(request: Request, where: str, sampler: SamplerConfig) -> Non
 
 def _validate_sound(request: Request, where: str) -> None:
     source = request.sound_source
-    if source is None and request.audio != "copy":
-        return
-    if source is None:
+    if request.sound is not None and source is None:
+        raise ConfigurationError(
+            f"{where}request.sound={request.sound} is not read with request.audio={request.audio} and no clip to start "
+            f"from; use request.audio=copy to keep it"
+        )
+    if source is None and request.audio == "copy":
         raise ConfigurationError(
             f"{where}request.audio=copy has no sound to keep; give request.sound=<file> or use request.audio=generate"
         )
-    if request.sound is not None and request.audio == "generate" and request.video is None:
+    if source is not None and not media_probe.has_sound(Path(source)):
         raise ConfigurationError(
-            f"{where}request.sound={request.sound} is not read with request.audio=generate from noise; use "
-            f"request.audio=copy to keep it"
+            f"{where}{source} has no sound, which request.audio={request.audio} needs; use "
+            f"request.sound=<file with sound> or request.audio=none"
         )
-    starts_from_it = request.audio == "generate" and request.noise_level == 1
-    if starts_from_it or media_probe.probe_audio(Path(source)) is not None:
-        return
-    fix = "request.sound=<file with sound> or request.audio=none"
-    raise ConfigurationError(f"{where}{source} has no sound, which request.audio={request.audio} needs; use {fix}")
 
 
 def _validate_multiple(name: str, value: int, step: int, *, offset: int, smallest: int) -> None:

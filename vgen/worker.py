@@ -171,21 +171,20 @@ def _number(file_name: str) -> int:
 def _active(job: Job, ran: dict[str, Any]) -> dict[str, Any]:
     """What truly ran, as opposed to what was asked for; ``ran`` is what the task decided."""
     parallel, model = job.config.parallel, job.config.model
-    tiles = len(transforms.plan_decode(job, job.requests[0])) if ran.get("vae_strategy") == "tile" else 1
+    # On the CPU there is nowhere else for a stage to wait.
+    offload = "none" if job.device == "cpu" and model.offload == "stages" else model.offload
     return {
         "world_size": parallel.world_size,
         "data_size": parallel.data_size,
         "cfg_size": parallel.cfg_size,
         "ulysses_size": parallel.ulysses_size,
         "vae_size": parallel.vae_size,
-        "tiles": tiles,
-        "attention": model.attention,
         "compiled": False,
         "cuda_graphs": 0,
         "quant": {"mode": job.config.quant.mode},
         "vae_backend": model.vae.backend,
         "vae_dtype": "fp32" if job.device == "cpu" else job.config.quant.mode,
-        "offload": model.offload,
+        "offload": offload,
         "checkpoint": _checkpoint(job),
         "weights": model.weights,
         **ran,

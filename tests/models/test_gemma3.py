@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_ltx2 import HIDDEN_SIZE, NUM_STATES, TEXT_LENGTH, gemma_text_config, tiny_checkpoints
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, Gemma3TextModel
 
+from tests.tiny_ltx2 import HIDDEN_SIZE, NUM_STATES, TEXT_LENGTH, gemma_text_config, tiny_checkpoints
 from vgen.checkpoint import load_module, text_encoder_source
 from vgen.checkpoint_files import CheckpointError, resolve_text_encoder
 from vgen.models.gemma3 import (

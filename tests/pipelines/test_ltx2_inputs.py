@@ -4,8 +4,10 @@ Where diffusers and the official code part, the oracle is turned to the official
 level behind the audio-to-video gate, the clean sample of a token that has a timestep of its own, and the schedule.
 """
 
+import dataclasses
 import itertools
 import json
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from vgen.diffusion.schedule import build_sigmas
 from vgen.job import Job
 from vgen.pipelines import ltx2
 from vgen.stages.latents import latent_geometry, unpack_video
+from vgen.stages.start import Inputs, start_latents
 from vgen.typed import ConfigurationError
 
 SIGMAS = [1.0, 0.8, 0.4, 0.0]
@@ -359,3 +362,54 @@ def test_a_run_without_inputs_loads_no_encoder(tmp_path: Path) -> None:
 def test_the_sink_gets_no_sound_where_none_was_asked_for(clip: Path, tmp_path: Path) -> None:
     sink: ListSink = generate(official_job(tmp_path, f"request.video={clip}", "request.audio=none"))
     assert sink.sound is None and sink.audio is None
+
+
+def write_wav(path: Path, rate: int, samples: int) -> Path:
+    tone = (np.sin(np.arange(samples) * 2 * np.pi * 440 / rate) * 20000).astype("<i2")
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(tone.tobytes())
+    return path
+
+
+def test_a_sound_without_samples_is_refused(tmp_path: Path) -> None:
+    from vgen.stages.encode import load_sound
+
+    empty = write_wav(tmp_path / "empty.wav", 48000, 0)
+    with pytest.raises(ConfigurationError, match=r"empty.wav has no sound, which request\.audio=copy needs"):
+        official_job(tmp_path, "request.audio=copy", f"request.sound={empty}")
+    job = official_job(tmp_path)
+    with pytest.raises(ConfigurationError, match="has no sound"):
+        load_sound(dataclasses.replace(job.requests[0], audio="copy", sound=str(empty)))
+
+
+def test_a_given_sound_has_to_be_there(tmp_path: Path) -> None:
+    job = official_job(tmp_path)
+    with pytest.raises(ValueError, match="said to be given"):
+        start_latents(latent_geometry(job.requests[0]), Inputs(), noise_of(job), 1.0, audio_is_given=True)
+
+
+@pytest.mark.parametrize(("rate", "kept_at"), [(44100, 44100), (22050, 22050), (192000, 48000), (37800, 48000)])
+def test_a_kept_sound_has_a_rate_that_the_file_can_hold(
+    rate: int, kept_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vgen import media
+    from vgen.stages.encode import kept_sound
+
+    tone = write_wav(tmp_path / "tone.wav", rate, rate)
+    request = official_job(tmp_path, "request.audio=copy", f"request.sound={tone}").requests[0]
+    with caplog.at_level("INFO", "vgen.notice"):
+        sound = kept_sound(request)
+    assert sound is not None and sound.sample_rate == kept_at
+    assert sound.waveform.shape == (2, round(17 / 24 * kept_at))
+    assert ("AAC does not" in caplog.text) == (rate != kept_at)
+    frames = [torch.zeros(17, 64, 96, 3, dtype=torch.uint8)]
+    media.write_mp4(tmp_path / "out.mp4", frames, fps=24, audio=(sound.waveform, sound.sample_rate))
+    assert media.read_mp4(tmp_path / "out.mp4").has_audio
+
+
+def test_a_clip_that_is_all_noise_lends_no_sound(clip: Path, tmp_path: Path) -> None:
+    request = official_job(tmp_path, f"request.video={clip}", "request.noise_level=1").requests[0]
+    assert request.sound_source is None

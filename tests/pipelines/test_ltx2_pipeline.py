@@ -5,6 +5,8 @@ import gc
 import json
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from tests import tiny_ltx2
-from vgen import app, transforms
+from vgen import app, media, residency, transforms
 from vgen.config import from_mapping
 from vgen.job import Job, plan_job
+from vgen.memory import VISITING
 from vgen.pipelines import ltx2
 from vgen.planning import plan_run
 from vgen.requests import Request, build_requests
@@ -291,14 +294,62 @@ def test_nan_latents_fail_by_name_before_decode(tmp_path: Path) -> None:
         ltx2.decode(components.decoders, latents, None, ListSink(), components.residency)
 
 
+@pytest.fixture
+def travelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights travel on the CPU as well, and what is away is NaN: a module computes within ``use`` or not at all."""
+
+    def vanish(visitor: Any) -> None:
+        for tensor, _, on_host in visitor.places:
+            # Integers know no NaN; there are no weights among them.
+            tensor.data = torch.full_like(on_host, float("nan") if on_host.is_floating_point() else 0)
+
+    monkeypatch.setattr(residency._Visitor, "move_home", vanish)
+    monkeypatch.setattr(transforms, "Residency", partial(residency.Residency, active=True))
+
+
+@pytest.fixture(scope="module")
+def sounding_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """17 frames with a tone: started from, it takes both encoders, and both decoders run."""
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    grey = torch.arange(17 * 64 * 96 * 3).remainder(251).to(torch.uint8).reshape(17, 64, 96, 3)
+    tone = torch.sin(torch.arange(48000) * 0.05).expand(2, -1)
+    media.write_mp4(path, [grey], fps=24, audio=(tone, 48000))
+    return path
+
+
+@pytest.mark.usefixtures("travelling")
 @pytest.mark.parametrize("offload", ["text_encoder", "stages"])
-def test_offload_changes_no_bit(offload: str, tmp_path: Path) -> None:
-    scales = guidance_overrides(SCALES[-1], [1])
-    usual = generate(official_job(tmp_path, *scales))
-    other = generate(official_job(tmp_path, *scales, f"model.offload={offload}"))
+def test_offload_changes_no_bit(offload: str, sounding_clip: Path, tmp_path: Path) -> None:
+    overrides = (*guidance_overrides(SCALES[-1], [1]), f"request.video={sounding_clip}")
+    usual = generate(official_job(tmp_path, *overrides))
+    other = generate(official_job(tmp_path, *overrides, f"model.offload={offload}"))
     assert torch.equal(usual.video, other.video)
     assert torch.equal(usual.frames, other.frames)
     assert torch.equal(usual.waveform, other.waveform)
+
+
+@pytest.mark.usefixtures("travelling")
+@pytest.mark.parametrize("forgotten", VISITING["stages"])
+def test_a_stage_that_forgets_its_weights_is_found_out(
+    forgotten: str, sounding_clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: without the visit of any one component there is NaN somewhere."""
+    use = residency.Residency.use
+    left_out: list[str] = []
+
+    def use_all_but_one(self: residency.Residency, *names: str) -> AbstractContextManager[None]:
+        left_out.extend(name for name in names if name == forgotten)
+        return use(self, *(name for name in names if name != forgotten))
+
+    monkeypatch.setattr(residency.Residency, "use", use_all_but_one)
+    job = official_job(tmp_path, f"request.video={sounding_clip}", "model.offload=stages")
+    try:
+        sink = generate(job)
+    except NumericsError:
+        pass
+    else:
+        assert sink.frames.isnan().any()
+    assert left_out == [forgotten]
 
 
 def test_a_freed_text_encoder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from vgen.stages.checks import check_finite
 from vgen.stages.condition import EncodedImage
 from vgen.stages.decode import Sound, decode_audio
 from vgen.stages.denoise import Conditioning, denoise
-from vgen.stages.encode import encode_clip, encode_images, encode_sound, load_sound
+from vgen.stages.encode import encode_clip, encode_images, encode_sound, kept_sound
 from vgen.stages.latents import Latents, latent_geometry, make_noise, unpack_audio, unpack_video
 from vgen.stages.passes import Pass, needs_negative, plan_passes
 from vgen.stages.start import Inputs, start_latents
@@ -89,7 +89,7 @@ def _encode(components: Components, request: Request, geometry: Geometry, timer:
     if request.sound_source:
         with timer("encode_audio"), components.residency.use("audio_encoder"):
             audio = encode_sound(encoders.audio, request, geometry, device, dtype)
-    return Inputs(images, clip, audio), load_sound(request) if request.audio == "copy" else None
+    return Inputs(images, clip, audio), kept_sound(request)
 
 
 def plan_request_passes(request: Request, sampler: SamplerConfig) -> tuple[Pass, ...]:

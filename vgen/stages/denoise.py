@@ -121,13 +121,20 @@ _Contexts = Mapping[tuple[str, Text], Tensor | TextKeysValues]
 
 
 def _prepare_contexts(transformer: LTX2Transformer, conditioning: Conditioning) -> _Contexts:
-    prepared: dict[tuple[str, Text], Tensor | TextKeysValues] = {}
+    """What the passes read, each text once."""
+    contexts, passes = conditioning.contexts, conditioning.passes
     with torch.no_grad():
-        for text, context in conditioning.contexts.items():
-            prepared["video", text] = transformer.prepare_text(context.video, "video")
-            if conditioning.geometry.audio_tokens:
-                prepared["audio", text] = transformer.prepare_text(context.audio, "audio")
-    return prepared
+        video = {
+            ("video", text): transformer.prepare_text(contexts[text].video, "video")
+            for text in {one.video_text for one in passes}
+        }
+        if not conditioning.geometry.audio_tokens:
+            return video
+        audio = {
+            ("audio", text): transformer.prepare_text(contexts[text].audio, "audio")
+            for text in {one.audio_text for one in passes}
+        }
+    return {**video, **audio}
 
 
 def _guide(transformer: LTX2Transformer, conditioning: Conditioning, contexts: _Contexts, now: _Step) -> Latents:

@@ -1,5 +1,6 @@
 """Images, clips and sound to latents."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vgen import media_in
+from vgen import media_in, media_probe
 from vgen.models.ltx2.audio_encoder import AudioEncoder, fit_latents
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.mel import log_mel
@@ -15,6 +16,11 @@ from vgen.requests import Request
 from vgen.stages.condition import EncodedImage
 from vgen.stages.decode import Sound
 from vgen.stages.latents import pack_audio, pack_video
+from vgen.typed import ConfigurationError
+
+notice = logging.getLogger("vgen.notice")
+
+USUAL_SAMPLE_RATE = 48000
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,10 @@ def encode_images(
 
 
 def encode_clip(encoder: nn.Module, request: Request, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """``request.video`` as latents in token layout, ``[1, F*H*W, C]``; None without one."""
+    """``request.video`` as latents in token layout, ``[1, F*H*W, C]``; None without one.
+
+    Encoded whole, which is exact. (The official code encodes in tiles of 768 pixels and 80 frames.)
+    """
     if request.video is None:
         return None
     pixels = media_in.load_video(Path(request.video), request.num_frames, request.height, request.width, request.fps)
@@ -48,6 +57,29 @@ def _encode(encoder: nn.Module, pixels: Tensor, device: torch.device, dtype: tor
     return latents.to(dtype)
 
 
+AAC_SAMPLE_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)
+
+
+def kept_sound(request: Request) -> Sound | None:
+    """The sound that ``request.audio=copy`` puts into the file, at its own rate where AAC has that one.
+
+    Raises:
+        ConfigurationError: see ``load_sound``.
+    """
+    if request.audio != "copy" or request.sound_source is None:
+        return None
+    info = media_probe.probe_audio(Path(request.sound_source))
+    if info is None or info.sample_rate in AAC_SAMPLE_RATES:
+        return load_sound(request)
+    notice.warning(
+        "%s has %d samples per second, which AAC does not: it is resampled to %d",
+        request.sound_source,
+        info.sample_rate,
+        USUAL_SAMPLE_RATE,
+    )
+    return load_sound(request, USUAL_SAMPLE_RATE)
+
+
 def load_sound(request: Request, sample_rate: int | None = None) -> Sound | None:
     """The request's sound (None without one), as long as the video: the rest is cut off, what is missing is silent.
 
@@ -58,7 +90,9 @@ def load_sound(request: Request, sample_rate: int | None = None) -> Sound | None
     seconds = request.num_frames / request.fps
     loaded = media_in.load_audio(Path(request.sound_source), seconds, sample_rate)
     if loaded is None:
-        return None
+        raise ConfigurationError(
+            f"{request.sound_source} has no sound; use request.sound=<file with sound> or request.audio=none"
+        )
     waveform, rate = loaded
     return Sound(F.pad(waveform, (0, round(seconds * rate) - waveform.shape[1])), rate)
 

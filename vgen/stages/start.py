@@ -30,7 +30,12 @@ def start_latents(
 
     ``noise_level`` is 1 unless there is a clip to start from. As in the official code an audio that is given gets no
     noise.
+
+    Raises:
+        ValueError: the audio is said to be given and is not.
     """
+    if audio_is_given and inputs.audio is None:
+        raise ValueError("the audio is said to be given, but no sound was encoded; encode one or generate it")
     video, conditions = noise.video, None
     if inputs.images:
         conditions = condition_images(geometry, inputs.images, inputs.clip)

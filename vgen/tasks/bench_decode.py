@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vgen import transforms
+from vgen import planning, transforms
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.parallel.tiles import decode_tiled
@@ -22,6 +22,7 @@ def run(context: TaskContext) -> RankResult:
     request = job.requests[0]
     dtype = transforms.component_dtype(job, "video_decoder", device)
     timer, result = StageTimer(device), RankResult()
+    planning.plan_run(job, job.requests, device, ("video_decoder",))
     with timer("load"):
         decoder = transforms.build_video_decoder(job, device)
     result.add_once(timer)

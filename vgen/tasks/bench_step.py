@@ -1,5 +1,7 @@
 """``task=bench_step``: one transformer forward of one request's size, and bench.peers, in one process."""
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,7 @@ def run(context: TaskContext) -> RankResult:
     with timer("load"):
         transformer = transforms.build_transformer(job, device)
     result.add_once(timer)
-    geometry = latent_geometry(job.requests[0])
+    geometry = dataclasses.replace(latent_geometry(job.requests[0]), keyframes=())
     latents = make_noise(geometry, job.architecture, seed=job.requests[0].seed, device=device, dtype=dtype)
     assert latents.audio is not None
     text = _random_text(job, device, dtype)

@@ -12,7 +12,7 @@ from vgen.pipelines import ltx2
 from vgen.pipelines.types import Decoders
 from vgen.requests import Request
 from vgen.residency import Residency
-from vgen.stages.encode import load_sound
+from vgen.stages.encode import kept_sound
 from vgen.tasks.samples import SampleWriter
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
@@ -22,10 +22,11 @@ def run(context: TaskContext) -> RankResult:
     """Decode every latents file of ``task.latents`` (a file or a run's folder) into this job's folder."""
     job, device, result = context.job, context.device, RankResult()
     assert job.config.task.latents is not None
-    mine = find_latents(Path(job.config.task.latents))[context.data_rank :: context.data_size]
+    files = find_latents(Path(job.config.task.latents))
+    mine = files[context.data_rank :: context.data_size]
     timer = StageTimer(device)
-    plan = planning.plan_run(job, [_request_of(path) for path in mine], device, transforms.DECODERS)
-    result.active = {"vae_strategy": plan.decode}
+    plan = planning.plan_run(job, [_request_of(path) for path in files], device, transforms.DECODERS)
+    result.active = plan.active()
     residency = Residency(device, {}, {})
     with timer("load"):
         decoders = transforms.build_decoders(job, device, residency, plan.decode)
@@ -49,8 +50,7 @@ def _decode_file(
     dtype = transforms.DTYPES[config.quant.mode]
     on_device = [None if latents is None else latents.to(context.device, dtype) for latents in (video, audio)]
     assert on_device[0] is not None
-    kept = load_sound(request) if request.audio == "copy" else None
-    ltx2.decode(decoders, on_device[0], on_device[1], sink, residency, timer, kept)
+    ltx2.decode(decoders, on_device[0], on_device[1], sink, residency, timer, kept_sound(request))
     return sink
 
 
@@ -61,7 +61,10 @@ def _request_of(path: Path) -> Request:
 def _request_in(path: Path, metadata: Mapping[str, str]) -> Request:
     if "request" not in metadata:
         raise media.OutputError(f"{path} does not say what was asked for; give a latents file of this program")
-    return requests.from_mapping(json.loads(metadata["request"]))
+    try:
+        return requests.from_mapping(json.loads(metadata["request"]))
+    except ConfigurationError as error:
+        raise media.OutputError(f"{path} is of another version of this program ({error}); make it again") from error
 
 
 def find_latents(path: Path) -> list[Path]:

@@ -17,12 +17,10 @@ def run(context: TaskContext) -> RankResult:
     plan = planning.plan_run(job, job.requests, device, transforms.components_of(job))
     with timer("load"):
         components = transforms.build_components(job, device, plan.decode, mine, timer)
-    passes = ltx2.plan_request_passes(job.requests[0], job.config.sampler)
-    result.active = {
-        "vae_strategy": plan.decode,
-        "attention": plan.attention,
-        "passes": [one.name for one in passes],
-    }
+    passes = dict.fromkeys(
+        one.name for request in job.requests for one in ltx2.plan_request_passes(request, job.config.sampler)
+    )
+    result.active = {**plan.active(), "passes": list(passes)}
     _warm_up(context, components, mine[:1], timer)
     result.add_once(timer)
     for request in mine:

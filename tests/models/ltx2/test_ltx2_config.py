@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tiny_ltx2 import (
+
+from tests.tiny_ltx2 import (
     Version,
     build_upsampler,
     diffusers_configs,
@@ -14,7 +15,6 @@ from tiny_ltx2 import (
     official_upsampler_config,
     tiny_checkpoints,
 )
-
 from vgen.models.ltx2.config import (
     AudioEncoderConfig,
     BandwidthExtensionConfig,

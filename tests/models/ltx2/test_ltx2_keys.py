@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from diffusers.loaders import single_file_utils
-from tiny_ltx2 import Version, build_upsampler, official_tensors, tiny_checkpoints
 from torch import Tensor
 
+from tests.tiny_ltx2 import Version, build_upsampler, official_tensors, tiny_checkpoints
 from vgen.models.ltx2 import keys
 
 

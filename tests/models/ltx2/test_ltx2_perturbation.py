@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformer_oracle import (
+
+from tests.models.ltx2.transformer_oracle import (
     GEOMETRY,
     OTHER_SIGMA,
     SIGMA,
@@ -22,7 +23,6 @@ from transformer_oracle import (
     run_ours,
     tiny_config,
 )
-
 from vgen.models.attention import Attention, sdpa
 from vgen.models.ltx2.perturbation import BlockKeep, Perturbation, plan_perturbations
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream

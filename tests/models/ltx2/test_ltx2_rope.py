@@ -11,14 +11,14 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2ConditionPipeline
 
+from vgen.models.attention import rotate
 from vgen.models.ltx2.config import TransformerConfig
+from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.rope import (
-    Geometry,
     TableCache,
     audio_positions,
     frequency_grid,
     rope_table,
-    rotate,
     video_positions,
 )
 from vgen.models.ltx2.transformer import LTX2Transformer

@@ -8,7 +8,8 @@ import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel
 from torch import Tensor, nn
-from transformer_oracle import (
+
+from tests.models.ltx2.transformer_oracle import (
     BATCH,
     GEOMETRY,
     OTHER_SIGMA,
@@ -26,12 +27,11 @@ from transformer_oracle import (
     run_ours,
     tiny_config,
 )
-
 from vgen.models.attention import Attention
 from vgen.models.ltx2.adaln import AdaLayerNorm
+from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.perturbation import Perturbation
 from vgen.models.ltx2.plan import PLAN
-from vgen.models.ltx2.rope import Geometry
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
 
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
-from transformer_oracle import (
+
+from tests.models.ltx2.transformer_oracle import (
     GEOMETRY,
     OTHER_SIGMA,
     SIGMA,

@@ -13,8 +13,9 @@ from diffusers import LTX2VideoTransformer3DModel
 from torch import Tensor, nn
 
 from vgen.models.ltx2.config import TransformerConfig
+from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.perturbation import Perturbation
-from vgen.models.ltx2.rope import Geometry, RopeTables
+from vgen.models.ltx2.rope import RopeTables
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream
 
 GEOMETRY = Geometry(latent_frames=3, latent_height=2, latent_width=3, fps=24.0, audio_tokens=7)

@@ -15,21 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vgen.models.attention import Rope, rotate
+from vgen.models.attention import Rope
 from vgen.models.ltx2.config import AUDIO_COMPRESSION, VIDEO_COMPRESSION
 from vgen.models.ltx2.geometry import Geometry
-
-__all__ = [
-    "Geometry",
-    "Rope",
-    "RopeTables",
-    "TableCache",
-    "audio_positions",
-    "frequency_grid",
-    "rope_table",
-    "rotate",
-    "video_positions",
-]
 
 MEL_HOP = 160
 MEL_SAMPLE_RATE = 16000

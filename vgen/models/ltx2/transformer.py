@@ -20,8 +20,9 @@ from vgen.models.ltx2.adaln import AdaLayerNorm, Modulation, modulated, sinusoid
 from vgen.models.ltx2.block import BASE_ROWS, TEXT_ROWS, Block, Conditioning, CrossConditioning
 from vgen.models.ltx2.config import TransformerConfig
 from vgen.models.ltx2.feed_forward import Projection, gelu
+from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.perturbation import Perturbation, PerturbationPlan, plan_perturbations
-from vgen.models.ltx2.rope import Geometry, RopeTables, TableCache, audio_positions, rope_table, video_positions
+from vgen.models.ltx2.rope import RopeTables, TableCache, audio_positions, rope_table, video_positions
 
 
 @dataclass(frozen=True, eq=False)
