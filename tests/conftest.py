@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+# Tests are many small sums, which a second thread slows down; it is also what a CPU rank uses.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
