@@ -15,7 +15,10 @@ from vgen.typed import ConfigurationError
 from vgen.validate import DISTILLED_STEPS, validate, validate_request
 
 CONF = Path(app.conf_dir())
-GROUPS = ("task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "launcher")
+GROUPS = (
+    "task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "train",
+    "launcher",
+)  # fmt: skip
 OPTIONS = [(group, path.stem) for group in (*GROUPS, "experiment") for path in sorted((CONF / group).glob("*.yaml"))]
 
 

@@ -177,8 +177,60 @@ class BenchConfig:
 
 
 @dataclass(frozen=True)
+class ClipSize:
+    num_frames: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class StageTraining:
+    """How one stage is trained: AdamW, warm-up and cosine over ``steps``."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    autocast: bool
+    """bf16 for matrix products and convolutions, on CUDA only."""
+
+
+@dataclass(frozen=True)
+class TrainStages:
+    video_vae: StageTraining
+    audio_vae: StageTraining
+    vocoder: StageTraining
+    diffusion: StageTraining
+    upsampler: StageTraining
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """``task=train_tiny``: docs of each stage are in ``vgen/tiny/training``."""
+
+    stage: Literal["video_vae", "audio_vae", "vocoder", "diffusion", "upsampler", "export"]
+    folder: str | None
+    """Where the stages keep their state; a stage goes on from its own and reads those before it."""
+    seed: int
+    minutes: float | None
+    """Wall-clock limit of a stage's steps, after which its state is stored."""
+    sizes: tuple[ClipSize, ...]
+    """Sizes of the clips, one after another; the first is what the diffusion and the upsampler are trained for."""
+    table_clips: int
+    """Clips whose latents are computed before the diffusion and the upsampler are trained."""
+    table_captions: int
+    """Wordings of each of them."""
+    sigma_shift: float
+    """Centre of the logit-normal noise levels; the official schedule's shift is 2.05."""
+    caption_dropout: float
+    image_conditioning: float
+    """Part of the samples whose first latent frame is given, as for image-to-video."""
+    upsampler_channels: int
+    stages: TrainStages
+
+
+@dataclass(frozen=True)
 class TaskConfig:
-    name: Literal["generate", "decode", "bench_decode", "bench_encode", "bench_step"]
+    name: Literal["generate", "decode", "bench_decode", "bench_encode", "bench_step", "train_tiny"]
     latents: str | None
     """``decode`` only: a latents file, or the folder of the run that wrote it."""
 
@@ -205,6 +257,7 @@ class Config:
     output: OutputConfig
     logger: LoggerConfig
     bench: BenchConfig
+    train: TrainConfig
     launcher: LauncherConfig
     device: Literal["auto", "cpu", "cuda"]
     debug: bool

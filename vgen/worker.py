@@ -22,7 +22,7 @@ from vgen import config, record, tracking, transforms
 from vgen.job import Job, read_job
 from vgen.metrics.environment import collect_environment
 from vgen.metrics.timer import reduce_max, stage_of, timings_record
-from vgen.tasks import bench_decode, bench_encode, bench_step, decode, generate
+from vgen.tasks import bench_decode, bench_encode, bench_step, decode, generate, train_tiny
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
 
@@ -34,6 +34,7 @@ TASKS = {
     "bench_decode": bench_decode.run,
     "bench_encode": bench_encode.run,
     "bench_step": bench_step.run,
+    "train_tiny": train_tiny.run,
 }
 
 
@@ -79,8 +80,14 @@ def run_rank(job: Job) -> None:
     """Raises whatever goes wrong, marked with the stage it went wrong in (``metrics.timer.stage_of``)."""
     started = time.perf_counter()
     fabric = _join(job)
-    context = TaskContext(job, fabric.device, data_rank=fabric.global_rank, data_size=job.config.parallel.data_size)
     tracker = _open_tracker(job, fabric)
+    context = TaskContext(
+        job,
+        fabric.device,
+        data_rank=fabric.global_rank,
+        data_size=job.config.parallel.data_size,
+        log=tracker.log,
+    )
     try:
         with transforms.exact_fp32(job.config.quant.mode == "fp32"):
             results = _gather(fabric, TASKS[job.config.task.name](context))

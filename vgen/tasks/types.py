@@ -1,5 +1,6 @@
 """What a task is given and what it gives back."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ class TaskContext:
     device: torch.device
     data_rank: int
     data_size: int
+    log: Callable[[Mapping[str, Any], int | None], None] = lambda *_: None
+    """Numbers of one step, for the tracker."""
 
 
 @dataclass

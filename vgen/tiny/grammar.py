@@ -46,7 +46,7 @@ MOTIONS: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 BACKGROUNDS = ("black", "grey", "striped", "checked", "cloudy")
 
-PITCHES_HZ: Mapping[str, float] = MappingProxyType({"low": 300.0, "middle": 640.0, "high": 1400.0})
+PITCHES_HZ: Mapping[str, float] = MappingProxyType({"low": 300.0, "middle": 600.0, "high": 1400.0})
 
 LOUDNESSES: Mapping[str, float] = MappingProxyType({"soft": 0.15, "loud": 0.6})
 """Largest absolute sample, of 1."""

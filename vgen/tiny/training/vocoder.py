@@ -1,0 +1,117 @@
+"""The vocoder: our own, trained by magnitudes of spectra alone, without a discriminator.
+
+The waveform's own phase is free. A network without memory repeats itself from mel frame to mel frame where the sound
+does not change, so the frequencies that it can hold are multiples of the frames' rate, 100 Hz.
+
+Shapes: B clips, S samples, T mel frames, M mel bins.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vgen.config import TrainConfig
+from vgen.models.ltx2.mel import log_mel
+from vgen.models.ltx2.vocoder import Vocoder
+from vgen.tiny.grammar import Scene
+from vgen.tiny.training.audio_vae import SHORTEST, AudioVae
+from vgen.tiny.training.data import mel_of, scenes_of, size_of, sound_of
+from vgen.tiny.training.loop import LossOf
+
+WINDOWS = (256, 512, 1024, 2048)
+MEL_WEIGHT = 0.5
+FLOOR = 1e-3
+"""Of magnitudes, before the logarithm: what is below is silence."""
+
+LATENT_NOISE = 0.1
+"""Deviation of the noise on the latents whose spectrograms it hears, normalized: the transformer's are not exact."""
+
+
+def vocoder_loss(vocoder: Vocoder, audio_vae: AudioVae, config: TrainConfig, device: torch.device) -> LossOf:
+    """Half of each batch from true spectrograms, half from what the frozen audio VAE makes of them."""
+    batch, rate = config.stages.vocoder.batch_size, vocoder.output_sample_rate
+
+    def loss_of(step: int, generator: torch.Generator) -> dict[str, Tensor]:
+        frames = max(SHORTEST, size_of(config, step).num_frames)
+        scenes = scenes_of(config, step * batch, batch)
+        heard = heard_mel(scenes, frames, audio_vae, device, generator)
+        made = vocoder(heard)
+        true = sound_of(scenes, frames, rate, device)
+        samples = min(made.shape[-1], true.shape[-1])
+        made, true = made[..., :samples], true[..., :samples]
+        spectra = spectral_loss(made, true)
+        mel = mel_loss(made, true, audio_vae, rate)
+        return {"loss": spectra + MEL_WEIGHT * mel, "spectra": spectra, "mel": mel}
+
+    return loss_of
+
+
+@torch.no_grad()
+def heard_mel(
+    scenes: Sequence[Scene], num_frames: int, vae: AudioVae, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """[B, 2, T, M], the second half of the batch through the audio VAE."""
+    mel = mel_of(scenes, num_frames, vae.encoder.config, device)
+    latents = vae.encoder(mel)
+    noise = torch.randn(latents.shape, generator=generator, device=device)
+    through = vae.decoder(latents + LATENT_NOISE * noise)
+    mel = mel[:, :, : through.shape[2]]
+    half = len(mel) // 2
+    return torch.cat([mel[:half], through[half:]])
+
+
+def spectral_loss(made: Tensor, true: Tensor) -> Tensor:
+    """Magnitudes and their logarithms at several resolutions; both waveforms [B, 2, S]."""
+    losses = []
+    for length in WINDOWS:
+        if length >= made.shape[-1]:
+            continue
+        a, b = _magnitudes(made, length), _magnitudes(true, length)
+        losses.append((a - b).norm() / b.norm().clamp(min=1e-6))
+        losses.append(((a + FLOOR).log() - (b + FLOOR).log()).abs().mean())
+    return torch.stack(losses).mean()
+
+
+def _magnitudes(waveform: Tensor, length: int) -> Tensor:
+    """[2B, F, T], of a sine its amplitude whatever the length."""
+    window = torch.hann_window(length, device=waveform.device)
+    spectrum = torch.stft(waveform.flatten(0, 1), length, length // 4, window=window, return_complex=True)
+    # The root of 0 has no gradient.
+    return (spectrum.real.square() + spectrum.imag.square() + 1e-12).sqrt() * (2 / window.sum())
+
+
+def mel_loss(made: Tensor, true: Tensor, audio_vae: AudioVae, sample_rate: int) -> Tensor:
+    """Distance of the log-mel spectrograms that the audio VAE reads, at its sample rate."""
+    config = audio_vae.encoder.config
+    samples = made.shape[-1] * config.sample_rate // sample_rate
+    a, b = (log_mel(F.interpolate(x, size=samples, mode="linear"), config) for x in (made, true))
+    return (a - b).abs().mean()
+
+
+@torch.no_grad()
+def frequency_errors(
+    vocoder: Vocoder, vae: AudioVae, config: TrainConfig, device: torch.device, count: int = 32
+) -> dict[str, float]:
+    """How far the loudest frequency of held-out sounds is from the true one, as a part of it, through VAE and vocoder.
+
+    Over the frames of the first size.
+    """
+    scenes, rate = scenes_of(config, 0, count, "heldout"), vocoder.output_sample_rate
+    frames = max(SHORTEST, config.sizes[0].num_frames)
+    mel = mel_of(scenes, frames, vae.encoder.config, device)
+    made, true = (
+        _loudest_hz(x, rate) for x in (vocoder(vae.decoder(vae.encoder(mel))), sound_of(scenes, frames, rate, device))
+    )
+    errors = (made / true - 1).abs()
+    return {"frequency_error": float(errors.mean()), "within_3_percent": float((errors < 0.03).float().mean())}
+
+
+def _loudest_hz(waveform: Tensor, sample_rate: int) -> Tensor:
+    """[B]; above 100 Hz."""
+    length = 8 * waveform.shape[-1]
+    windowed = waveform.mean(dim=1) * torch.hann_window(waveform.shape[-1], device=waveform.device)
+    power = torch.fft.rfft(windowed, n=length).abs()
+    power[:, : 100 * length // sample_rate] = 0
+    return power.argmax(dim=-1) * sample_rate / length
