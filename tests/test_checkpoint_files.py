@@ -13,6 +13,7 @@ import pytest
 
 from vgen.checkpoint_files import (
     LTX2_FOLDERS,
+    WEIGHTS,
     Checkpoint,
     CheckpointError,
     TextEncoderFiles,
@@ -413,6 +414,33 @@ def test_a_revision_needs_a_hub_id(tmp_path: Path) -> None:
     assert "revision 'main' does not apply to the local path" in refusal(lambda: resolve(str(path), "main"))
     folder = write_gemma(tmp_path / "gemma")
     assert "revision 'main' does not apply" in refusal(lambda: resolve_text_encoder(str(folder), "main"))
+
+
+def test_what_begins_with_vgen_is_a_file_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = resolve("vgen://ltx2_tiny/ltx-2-tiny.safetensors")
+    assert (model.id, model.revision, model.layout) == ("vgen://ltx2_tiny/ltx-2-tiny.safetensors", None, "official")
+    assert model.path == WEIGHTS / "ltx2_tiny" / "ltx-2-tiny.safetensors"
+    assert model.version == "2.0" and model.kind is None
+    assert Checkpoint.from_mapping(json.loads(json.dumps(model.to_mapping()))) == model
+    text_encoder = resolve_text_encoder("vgen://ltx2_tiny/gemma")
+    assert text_encoder.id == "vgen://ltx2_tiny/gemma"
+    assert text_encoder.folder == text_encoder.tokenizer_folder == WEIGHTS / "ltx2_tiny" / "gemma"
+    upsampler = resolve_upsampler("vgen://ltx2_tiny/ltx-2-tiny-spatial-upscaler-x2.safetensors")
+    assert upsampler.path.parent == WEIGHTS / "ltx2_tiny"
+    assert "revision 'main' does not apply" in refusal(lambda: resolve(model.id, "main"))
+
+
+@pytest.mark.parametrize("find", [resolve, resolve_text_encoder, resolve_upsampler])
+def test_what_the_package_lacks_is_refused(find: Callable[[str], object]) -> None:
+    message = refusal(lambda: find("vgen://ltx2_tiny/other.safetensors"))
+    assert message.startswith("'vgen://ltx2_tiny/other.safetensors' is not in this installation of vgen")
+    assert str(WEIGHTS / "ltx2_tiny" / "other.safetensors") in message
+
+
+@pytest.mark.parametrize("path", ["../config.py", "ltx2_tiny/../../config.py", "/etc/hostname", "..", ".", ""])
+def test_no_path_leads_out_of_the_package(path: str) -> None:
+    assert f"'vgen://{path}' is outside of vgen's own weights" in refusal(lambda: resolve(f"vgen://{path}"))
 
 
 def test_only_safetensors_files_are_asked_of_the_hub() -> None:

@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from vgen import app, typed
+from vgen.checkpoint_files import PACKAGED, resolve
 from vgen.config import Config, from_mapping, to_mapping
 from vgen.models.ltx2.config_official import from_official
 from vgen.requests import build_requests
@@ -16,7 +17,7 @@ from vgen.validate import DISTILLED_STEPS, validate, validate_request
 
 CONF = Path(app.conf_dir())
 GROUPS = (
-    "task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "train",
+    "task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "score", "train",
     "launcher",
 )  # fmt: skip
 OPTIONS = [(group, path.stem) for group in (*GROUPS, "experiment") for path in sorted((CONF / group).glob("*.yaml"))]
@@ -58,7 +59,7 @@ def test_tiny_has_work_for_four_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("overrides", "sentence"),
     [
         ("request.height=720", "request.height=720 is not a multiple of 32; use 704 or 736"),
         ("request.width=1080", "request.width=1080 is not a multiple of 32; use 1056 or 1088"),
@@ -90,13 +91,13 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("sampler.video.stg_scale=-1", "not a scale"),
         ("sampler.audio.modality_scale=inf", "not a scale"),
         ("sampler.video.skip_step=-1", "negative"),
-        ("sampler.video.stg_blocks=[]", "has no blocks to perturb"),
-        ("sampler.audio.stg_blocks=[0,4]", "has 4, but this model's blocks are 0 to 3"),
+        ("sampler.video.stg_scale=1 sampler.video.stg_blocks=[]", "has no blocks to perturb"),
+        ("sampler.audio.stg_scale=1 sampler.audio.stg_blocks=[0,4]", "has 4, but this model's blocks are 0 to 3"),
         ("sampler.sigmas=[1.0]", "does not fall from at most 1 to 0"),
         ("sampler.sigmas=[1.0,0.5,0.5,0.0]", "does not fall"),
         ("sampler.sigmas=[1.0,0.5]", "does not fall"),
         ("sampler.sigmas=[0.9,0.5,0.0]", "without request.video there is only noise"),
-        ("sampler.schedule=distilled", "model=ltx2_tiny, which is not distilled"),
+        ("sampler.schedule=distilled sampler.steps=8", "model=ltx2_tiny, which is not distilled"),
         ("model.kind=distilled", "does not fit model=ltx2_tiny, which is distilled.*use model=ltx2_distilled"),
         ("model.version='2.3'", "model=ltx2_tiny is LTX-2 2.0 and .* has the defaults of 2.3; use model=ltx2 with"),
         ("model.offload=disk", "use one of: none, text_encoder, stages"),
@@ -111,15 +112,35 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("model.attention=fa5", "is not a choice; use one of: sdpa, cudnn, flash, fa3, fa4"),
     ],
 )
-def test_one_sentence_for_what_does_not_fit(override: str, sentence: str) -> None:
+def test_one_sentence_for_what_does_not_fit(overrides: str, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence) as caught:
-        check(override)
+        check(*overrides.split())
     assert "\n" not in str(caught.value)
 
 
 def test_bench_step_needs_both_streams() -> None:
     with pytest.raises(ConfigurationError, match="runs video and audio together"):
         check("task=bench_step", "request.audio=none")
+
+
+def test_the_default_is_the_models_own_checkpoint_and_random_weights_need_one_word() -> None:
+    default, random, newer = (
+        check(*overrides).model for overrides in ((), ("model.weights=random",), ("model=ltx2_3_tiny",))
+    )
+    assert (default.name, default.weights) == ("ltx2_tiny", "load")
+    assert default.checkpoint == f"{PACKAGED}ltx2_tiny/ltx-2-tiny.safetensors"
+    assert default.text_encoder.checkpoint == f"{PACKAGED}ltx2_tiny/gemma"
+    for model in (random, newer):
+        assert model.weights == "random" and model.text_encoder.architecture is not None
+        assert model.text_encoder.architecture["vocab_size"] >= 260  # bytes and four special tokens
+    assert newer.checkpoint is None and newer.text_encoder.checkpoint is None
+
+
+def test_random_weights_have_the_architecture_of_the_checkpoint_inside_the_package() -> None:
+    config = check()
+    assert config.model.architecture is not None and config.model.checkpoint is not None
+    shipped = resolve(config.model.checkpoint)
+    assert from_official(config.model.architecture) == from_official(shipped.config)
 
 
 def test_blocks_are_looked_at_only_where_they_are_perturbed() -> None:

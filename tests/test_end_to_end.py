@@ -62,6 +62,27 @@ def one_sentence(result: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+def test_without_arguments_the_packages_own_model_makes_a_video_with_sound(tmp_path: Path) -> None:
+    arguments = [f"hydra.run.dir={tmp_path / 'job'}", "device=cpu", "logger=none", "sampler.steps=2"]
+    result = subprocess.run(
+        [sys.executable, "-m", "vgen.run", *arguments],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "does not know" not in result.stdout
+    record = read(tmp_path / "job")
+    assert record["active"]["weights"] == "load"
+    assert record["active"]["checkpoint"] == {
+        "id": "vgen://ltx2_tiny/ltx-2-tiny.safetensors", "revision": None, "kind": "dev", "version": "2.0",
+        "layout": "official",
+    }  # fmt: skip
+    (output,) = record["outputs"]
+    assert output["prompt"] == "a red circle moves right, high tone"
+    assert (output["num_frames"], output["height"], output["width"], output["fps"]) == (17, 128, 128, 24)
+    assert output["has_audio"] and output["audio_seconds"] == pytest.approx(17 / 24, abs=0.03)
+    assert (tmp_path / "job" / "sample_0.mp4").stat().st_size > 1000
+
+
 def test_results_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"a circle, number {i}", "seed": i} for i in range(5)]
@@ -73,6 +94,8 @@ def test_results_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
             out_dir, f"request.prompts_file={prompts}", f"parallel.data_size={size}", "output.save=[mp4,latents,frames]"
         )
         assert result.returncode == 0, result.stderr
+        for i in range(5):
+            assert result.stdout.count(f"the model does not know 'number', '{i}' and hears") == 1
         records[size] = read(out_dir)
         assert len(records[size]["memory_gib"]["per_rank"]) == size
     for i in range(5):

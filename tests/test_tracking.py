@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from vgen import tracking
 from vgen.tracking import NullRun, open_run
 
 UNREACHABLE = "http://127.0.0.1:9"
 FAKE_KEY = "0" * 40
+IMAGE = Image.radial_gradient("L").resize((9, 7)).convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def use_run(run: tracking.Run, out_dir: Path, exit_code: int = 0) -> bytes:
     video.write_bytes(content)
     run.log({"step_s": 0.25}, step=0)
     run.log({"step_s": 0.125, "odd": float("nan")}, step=1)
+    run.log_image("grid", IMAGE, step=7)
     run.video("sample_0", video, caption="a cat")
     run.summary({"timings_s": {"denoise": 1.5}, "memory_gib": [3.0, 4.0]})
     run.finish(exit_code=exit_code)
@@ -147,6 +150,10 @@ def test_an_offline_run_holds_all_that_was_given(tmp_path: Path, caplog: pytest.
     (video,) = [row for row in found["history"] if "sample_0.path" in row]
     assert (video["sample_0._type"], video["sample_0.caption"]) == ("video-file", "a cat")
     assert (found["folder"] / "files" / video["sample_0.path"]).read_bytes() == content
+    (picture,) = [row for row in found["history"] if "grid.path" in row]
+    assert (picture["grid._type"], picture["_step"]) == ("image-file", 7)
+    with Image.open(found["folder"] / "files" / picture["grid.path"]) as image:
+        assert (image.convert("RGB").tobytes(), image.size) == (IMAGE.tobytes(), (9, 7))
     assert found["summary"]["timings_s"] == {"denoise": 1.5}
     assert found["summary"]["memory_gib"] == [3.0, 4.0]
     assert found["exit"] == 3
@@ -389,8 +396,8 @@ def test_switched_off_it_imports_nothing_of_wandb(tmp_path: Path) -> None:
         from vgen.tracking import open_run
         settings = SimpleNamespace(name="none", project="p", mode="auto")
         run = open_run(settings, out_dir=Path({str(tmp_path)!r}), config={{}}, name="job")
-        run.log({{"a": 1}}); run.summary({{}}); run.video("v", Path("v.mp4")); run.finish()
-        print([name for name in sys.modules if name.split(".")[0] in ("wandb", "torch")], threading.active_count())
+        run.log({{"a": 1}}); run.log_image("i", None); run.summary({{}}); run.video("v", Path("v.mp4")); run.finish()
+        print([n for n in sys.modules if n.split(".")[0] in ("wandb", "torch", "PIL")], threading.active_count())
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] 1"

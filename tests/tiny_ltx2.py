@@ -392,19 +392,24 @@ def _version(parts: Parts) -> Version:
 
 def official_tensors(parts: Parts) -> dict[str, Tensor]:
     """Every tensor that the official file holds, encoders and unused statistics included."""
-    tensors = {
-        **_renamed(parts.transformer, "model.diffusion_model.", _transformer_name),
-        **_renamed(parts.connectors, "", _connector_name),
-        **_renamed(parts.vae, "vae.", _vae_name),
-        **_renamed(parts.audio_vae, "audio_vae.", _statistics_name),
-        **_renamed(parts.vocoder, "vocoder.", _vocoder_name),
-    }
+    tensors = used_tensors(parts)
     if _version(parts) == "2.3":
         return tensors
     channels = parts.vae.config.latent_channels
     for offset, name in enumerate(("channel", "mean-of-stds", "mean-of-stds_over_std-of-means")):
         tensors[f"vae.per_channel_statistics.{name}"] = torch.arange(channels, dtype=torch.float32) + offset
     return tensors
+
+
+def used_tensors(parts: Parts) -> dict[str, Tensor]:
+    """The tensors of the diffusers modules under their official names, not copied."""
+    return {
+        **_renamed(parts.transformer, "model.diffusion_model.", _transformer_name),
+        **_renamed(parts.connectors, "", _connector_name),
+        **_renamed(parts.vae, "vae.", _vae_name),
+        **_renamed(parts.audio_vae, "audio_vae.", _statistics_name),
+        **_renamed(parts.vocoder, "vocoder.", _vocoder_name),
+    }
 
 
 def _renamed(module: nn.Module, prefix: str, rename: Any) -> dict[str, Tensor]:

@@ -156,8 +156,9 @@ def _announce(job: Job) -> None:
     config = job.config
     ranks = config.parallel.world_size
     prompts = len(job.requests)
+    weights = " with random weights" if config.model.weights == "random" else ""
     say(
-        f"{config.task.name} · {config.model.name} ({config.model.weights} weights) · {config.quant.mode} · "
+        f"{config.task.name} · {config.model.name}{weights} · {config.quant.mode} · "
         f"{ranks} rank{'s' * (ranks > 1)} on {job.device} · {prompts} prompt{'s' * (prompts > 1)} · {job.out_dir}"
     )
 

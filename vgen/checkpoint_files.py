@@ -1,14 +1,18 @@
 """Finds a checkpoint's files, on this machine or on the hub, down to each tensor's place in them; needs no torch.
 
+``vgen://<path>`` is a file or folder of ``weights`` in this package, so that its name is the same on every machine.
+
 Only safetensors files are read, and of those only the header here: 8 bytes of length (little endian), that many bytes
 of JSON (``{name: {dtype, shape, data_offsets}, "__metadata__": {str: str}}``), then the tensors without gaps.
 """
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -31,6 +35,9 @@ LTX2_FOLDERS = ("transformer", "connectors", "vae", "audio_vae", "vocoder")
 """Folders of a diffusers LTX-2 checkpoint that are read; its text encoder is resolved on its own."""
 
 UPSAMPLER_FOLDER = "latent_upsampler"
+
+PACKAGED = "vgen://"
+WEIGHTS = Path(str(resources.files("vgen"))) / "weights"
 
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -230,15 +237,16 @@ def resolve(id_or_path: str, revision: str | None = None, folders: Sequence[str]
     """Find a diffusion checkpoint; on the hub, download what the cache lacks.
 
     Args:
-        id_or_path: an official file, a folder with one, a diffusers folder, or a hub id: ``org/name`` (the diffusers
-            folders of that repo) or ``org/name/file.safetensors`` (an official file in it).
+        id_or_path: an official file, a folder with one, a diffusers folder (each also as ``vgen://<path>``), or a hub
+            id: ``org/name`` (the diffusers folders of that repo) or ``org/name/file.safetensors`` (an official file
+            in it).
         revision: branch, tag or commit on the hub; None is the main branch, or what is cached without network.
         folders: folders that a diffusers checkpoint must have.
 
     Raises:
         CheckpointError: nothing is there, or it is no usable checkpoint; one sentence with the fix.
     """
-    path = Path(id_or_path).expanduser()
+    path = _local_path(id_or_path)
     if path.exists():
         _no_local_revision(id_or_path, revision)
         return _from_path(id_or_path, None, path, folders)
@@ -268,7 +276,7 @@ def resolve_text_encoder(
     """
     if id_or_path is None:
         id_or_path, revision = _inside(checkpoint)
-    path = Path(id_or_path).expanduser()
+    path = _local_path(id_or_path)
     if path.exists():
         _no_local_revision(id_or_path, revision)
         return _text_encoder(id_or_path, None, path)
@@ -293,7 +301,7 @@ def resolve_upsampler(id_or_path: str, revision: str | None = None) -> Upsampler
     Raises:
         CheckpointError: nothing is there, or it is no latent upsampler; one sentence with the fix.
     """
-    path = Path(id_or_path).expanduser()
+    path = _local_path(id_or_path)
     if path.exists():
         _no_local_revision(id_or_path, revision)
         return _upsampler(id_or_path, None, path)
@@ -341,6 +349,24 @@ def _inside(checkpoint: Checkpoint | None) -> tuple[str, str | None]:
             "give a Gemma-3 folder or hub id (google/gemma-3-12b-it-qat-q4_0-unquantized)"
         )
     return checkpoint.id, checkpoint.revision
+
+
+def _local_path(id_or_path: str) -> Path:
+    """Where ``id_or_path`` is on this machine, if it is here; what begins with ``vgen://`` has to be."""
+    if not id_or_path.startswith(PACKAGED):
+        return Path(id_or_path).expanduser()
+    path = Path(os.path.normpath(WEIGHTS / id_or_path.removeprefix(PACKAGED)))
+    if WEIGHTS not in path.parents:
+        raise CheckpointError(
+            f"'{id_or_path}' is outside of vgen's own weights; give a path inside them, such as "
+            f"{PACKAGED}ltx2_tiny/ltx-2-tiny.safetensors, or a path without {PACKAGED}"
+        )
+    if not path.exists():
+        raise CheckpointError(
+            f"'{id_or_path}' is not in this installation of vgen, which has no {path}; correct the name or install "
+            f"vgen again"
+        )
+    return path
 
 
 def _folder_patterns(folders: Sequence[str]) -> list[str]:

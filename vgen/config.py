@@ -81,7 +81,8 @@ class ModelConfig:
     kind: Literal["dev", "distilled"]
     """What ``sampler_defaults`` suit; a checkpoint that says what it is has to be of this kind."""
     checkpoint: str | None
-    """Local path (single file or diffusers folder) or hub id (``Lightricks/LTX-2/ltx-2-19b-dev.safetensors``)."""
+    """Local path (single file or diffusers folder), ``vgen://<path>`` inside the package, or hub id
+    (``Lightricks/LTX-2/ltx-2-19b-dev.safetensors``)."""
     revision: str | None
     weights: Literal["load", "random"]
     weights_seed: int
@@ -185,9 +186,10 @@ class ClipSize:
 
 @dataclass(frozen=True)
 class StageTraining:
-    """How one stage is trained: AdamW, warm-up and cosine over ``steps``."""
+    """How one stage is trained: AdamW, a learning rate that rises over ``warmup_steps`` and falls by a cosine."""
 
     steps: int
+    warmup_steps: int
     batch_size: int
     learning_rate: float
     autocast: bool
@@ -214,25 +216,50 @@ class TrainConfig:
     minutes: float | None
     """Wall-clock limit of a stage's steps, after which its state is stored."""
     sizes: tuple[ClipSize, ...]
-    """Sizes of the clips, one after another; the first is what the diffusion and the upsampler are trained for."""
+    """Sizes of the clips of the VAEs and the vocoder, one after another; the first is also the upsampler's."""
+    diffusion_sizes: tuple[ClipSize, ...]
+    """Sizes of the clips that the diffusion learns to make, one after another."""
     table_clips: int
-    """Clips whose latents are computed before the diffusion and the upsampler are trained."""
+    """Clips of each size that are made before the steps: videos for the video VAE, latents for the stages after it."""
     table_captions: int
     """Wordings of each of them."""
     sigma_shift: float
     """Centre of the logit-normal noise levels; the official schedule's shift is 2.05."""
     caption_dropout: float
+    unknown_words: float
+    """Part of the captions in which some words are unknown ones."""
     image_conditioning: float
     """Part of the samples whose first latent frame is given, as for image-to-video."""
+    judged_clips: int
+    """Captions of each split whose clips are looked at while the diffusion is trained."""
     upsampler_channels: int
     stages: TrainStages
 
 
 @dataclass(frozen=True)
+class ScoreConfig:
+    """``task=score``: how many clips of each part; 0 leaves it out."""
+
+    seen: int
+    """Captions whose (colour, shape, motion) the training shows."""
+    held_out: int
+    """Captions of the 40 that it never shows."""
+    image: int
+    """First frames to go on from."""
+    round_trips: int
+    """Clips through encoders and decoders."""
+
+
+@dataclass(frozen=True)
 class TaskConfig:
-    name: Literal["generate", "decode", "bench_decode", "bench_encode", "bench_step", "train_tiny"]
+    name: Literal["generate", "decode", "bench_decode", "bench_encode", "bench_step", "train_tiny", "score"]
     latents: str | None
     """``decode`` only: a latents file, or the folder of the run that wrote it."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it makes videos of prompts, for which it needs all of the model."""
+        return self.name in ("generate", "score")
 
 
 @dataclass(frozen=True)
@@ -258,6 +285,7 @@ class Config:
     logger: LoggerConfig
     bench: BenchConfig
     train: TrainConfig
+    score: ScoreConfig
     launcher: LauncherConfig
     device: Literal["auto", "cpu", "cuda"]
     debug: bool

@@ -109,7 +109,7 @@ def _find_files(settings: Config) -> tuple[Checkpoint | None, TextEncoderFiles |
             "give model.checkpoint=<path or hub id> or model.weights=random"
         )
     checkpoint = checkpoint_files.resolve(model.checkpoint, model.revision)
-    if settings.task.name != "generate":
+    if not settings.task.generates:
         return checkpoint, None
     return checkpoint, checkpoint_files.resolve_text_encoder(
         model.text_encoder.checkpoint, model.text_encoder.revision, checkpoint

@@ -19,10 +19,13 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from vgen.record import plain
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,9 @@ class Run(Protocol):
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Numbers of one step."""
 
+    def log_image(self, name: str, image: "Image", step: int | None = None) -> None:
+        """A picture of one step, which the caller leaves as it is from here on."""
+
     def summary(self, values: Mapping[str, Any]) -> None:
         """Values of the whole run: timings, memory."""
 
@@ -67,6 +73,9 @@ class NullRun:
     """Tracks nothing and imports nothing."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        pass
+
+    def log_image(self, name: str, image: "Image", step: int | None = None) -> None:
         pass
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -135,6 +144,14 @@ class _WandbRun:
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         values = plain(values)
         self._tasks.put(lambda run: run.log(values, step=step))
+
+    def log_image(self, name: str, image: "Image", step: int | None = None) -> None:
+        def send(run: Any) -> None:
+            import wandb
+
+            run.log({name: wandb.Image(image)}, step=step)
+
+        self._tasks.put(send)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         values = plain(values)

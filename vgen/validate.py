@@ -1,12 +1,13 @@
 """Rules across settings, each with its sentence; runs before any process starts or any weight loads."""
 
+import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
 
 from vgen import media_probe
 from vgen.checkpoint_files import Checkpoint
-from vgen.config import Config, GuidanceConfig, SamplerConfig, VaeConfig
+from vgen.config import Config, GuidanceConfig, RequestConfig, SamplerConfig, ScoreConfig, VaeConfig
 from vgen.models.ltx2.config import VIDEO_COMPRESSION, LTX2Config
 from vgen.parallel.tiles import TileSettings
 from vgen.requests import Request
@@ -34,11 +35,13 @@ def validate(
     _validate_sampler(config, architecture)
     _validate_checkpoint(config, architecture, checkpoint)
     _validate_output(config)
+    if config.task.name == "score":
+        _validate_score(config.score, config.request)
     for request in requests:
         validate_request(request, several=len(requests) > 1)
         if config.task.name == "bench_step" and not request.has_audio:
             raise ConfigurationError("task=bench_step runs video and audio together; use request.audio=generate")
-        if config.task.name == "generate":
+        if config.task.generates:
             _validate_inputs(request, f"request {request.index}: " if len(requests) > 1 else "", config.sampler)
     _validate_text(config, architecture)
     tile_settings(config.model.vae)
@@ -148,7 +151,7 @@ def _validate_checkpoint(config: Config, architecture: LTX2Config, checkpoint: C
             f"{name} is LTX-2 {version} and model={config.model.name} has the defaults of {config.model.version}; "
             f"use model={MODELS[version, kind]} with this checkpoint"
         )
-    if sampler.sigmas is not None or config.task.name != "generate":
+    if sampler.sigmas is not None or not config.task.generates:
         return
     if (sampler.schedule == "distilled") == (kind == "distilled"):
         return
@@ -172,6 +175,23 @@ def _validate_output(config: Config) -> None:
         raise ConfigurationError(
             f"task.latents={config.task.latents} does not exist; give a run's folder or latents file"
         )
+
+
+def _validate_score(score: ScoreConfig, request: RequestConfig) -> None:
+    """The task brings prompts and inputs of its own; the rest of the request is what it makes them at."""
+    counts = dataclasses.asdict(score)
+    for name, count in counts.items():
+        if count < 0:
+            raise ConfigurationError(f"score.{name}={count} is negative; give 0 (leaves it out) or more")
+    if not any(counts.values()):
+        raise ConfigurationError(f"task=score has nothing to do; give 1 or more for one of: {', '.join(counts)}")
+    for name in ("prompts_file", "image", "images", "video", "sound"):
+        if value := getattr(request, name):
+            raise ConfigurationError(f"request.{name}={value} is not read with task=score; leave it out")
+    if request.audio == "copy":
+        raise ConfigurationError("request.audio=copy has no sound to judge with task=score; use generate or none")
+    if request.num_frames == 1:
+        raise ConfigurationError("request.num_frames=1 has no motion that task=score could judge; use 9 or more")
 
 
 def validate_request(request: Request, several: bool = False) -> None:

@@ -22,7 +22,7 @@ from vgen import config, record, tracking, transforms
 from vgen.job import Job, read_job
 from vgen.metrics.environment import collect_environment
 from vgen.metrics.timer import reduce_max, stage_of, timings_record
-from vgen.tasks import bench_decode, bench_encode, bench_step, decode, generate, train_tiny
+from vgen.tasks import bench_decode, bench_encode, bench_step, decode, generate, score, train_tiny
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
 
@@ -35,6 +35,7 @@ TASKS = {
     "bench_encode": bench_encode.run,
     "bench_step": bench_step.run,
     "train_tiny": train_tiny.run,
+    "score": score.run,
 }
 
 
@@ -87,6 +88,7 @@ def run_rank(job: Job) -> None:
         data_rank=fabric.global_rank,
         data_size=job.config.parallel.data_size,
         log=tracker.log,
+        log_image=tracker.log_image,
     )
     try:
         with transforms.exact_fp32(job.config.quant.mode == "fp32"):

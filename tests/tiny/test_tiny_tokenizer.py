@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from vgen.models.gemma3 import load_tokenizer
+from vgen.models.gemma3 import Tokenizer, load_tokenizer
 from vgen.tiny.grammar import caption, captions, sample_scene, split_words, vocabulary
-from vgen.tiny.tokenizer import SPECIAL_TOKENS, build_tokenizer, save_tokenizer, unknown_words
+from vgen.tiny.tokenizer import SPECIAL_TOKENS, build_tokenizer, save_tokenizer
 
 BOS = 2
+TOKENIZER = Tokenizer(build_tokenizer(), bos_id=BOS, pad_id=0)
 
 
 def ids(text: str) -> list[int]:
@@ -31,7 +32,7 @@ def test_every_caption_is_known_word_by_word() -> None:
         scene = sample_scene(0, index, "heldout")
         for text in (*captions(scene), caption(scene, random.Random(index))):
             assert tokenizer.encode(text, add_special_tokens=False).tokens == split_words(text)
-            assert unknown_words(tokenizer, text) == ()
+            assert TOKENIZER.unknown_words(text) == ()
 
 
 @pytest.mark.parametrize(
@@ -46,15 +47,18 @@ def test_every_caption_is_known_word_by_word() -> None:
 )
 def test_marks_and_capitals_make_no_difference(typed, known) -> None:
     assert ids(typed) == ids(known)
-    assert unknown_words(build_tokenizer(), typed) == ()
+    assert TOKENIZER.unknown_words(typed) == ()
 
 
 def test_unknown_words_are_named_as_typed_once_and_in_order() -> None:
-    tokenizer = build_tokenizer()
     prompt = "A Purple circle, moves like an Éléphant - purple with a Purple tone & ß"
-    assert unknown_words(tokenizer, prompt) == ("Purple", "like", "Éléphant", "purple", "&", "ß")
+    assert TOKENIZER.unknown_words(prompt) == ("Purple", "like", "Éléphant", "purple", "&", "ß")
     assert ids("a purple circle") == [*ids("a"), 3, *ids("circle")]
-    assert unknown_words(tokenizer, "") == ()
+    assert TOKENIZER.unknown_words("") == ()
+
+
+def test_the_known_words_are_those_of_the_grammar() -> None:
+    assert TOKENIZER.known_words() == tuple(word for word in vocabulary() if word not in (",", "."))
 
 
 def test_the_saved_folder_reads_as_gemmas(tmp_path: Path) -> None:

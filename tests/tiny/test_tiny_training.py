@@ -30,7 +30,19 @@ from vgen.stages.text import TextComponents, encode_prompts
 from vgen.tasks import peers, train_tiny
 from vgen.tasks.types import TaskContext
 from vgen.tiny.grammar import caption
-from vgen.tiny.training import audio_vae, captions, data, diffusion, latents, loop, store, upsampler, video_vae, vocoder
+from vgen.tiny.training import (
+    audio_vae,
+    captions,
+    data,
+    diffusion,
+    graphs,
+    latents,
+    loop,
+    store,
+    upsampler,
+    video_vae,
+    vocoder,
+)
 from vgen.tiny.training.export import CHECKPOINT, GEMMA, UPSAMPLER, official_name, video_components
 from vgen.typed import ConfigurationError
 
@@ -96,19 +108,22 @@ def toy() -> tuple[nn.Module, StageTraining]:
     """With weights in another memory order than the file's, as those of a video VAE on a GPU."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 8, 2), nn.SiLU(), nn.Conv2d(8, 1, 2))
-    return module.to(memory_format=torch.channels_last), StageTraining(8, 4, 0.01, False)  # type: ignore[call-overload]
+    return module.to(memory_format=torch.channels_last), StageTraining(8, 1, 4, 0.01, False)  # type: ignore[call-overload]
 
 
 def run_toy(path: Path, stop_at: int | None = None) -> dict[str, Tensor]:
     module, settings = toy()
 
-    def loss_of(step: int, generator: torch.Generator) -> dict[str, Tensor]:
-        x = torch.randn(4, 3, 4, 4, generator=generator) + step / 8
+    def draw(step: int, generator: torch.Generator) -> loop.Batch:
+        return {"x": torch.randn(4, 3, 4, 4, generator=generator) + step / 8}
+
+    def losses(batch: loop.Batch) -> loop.Losses:
+        x = batch["x"]
         return {"loss": (module(x) - x.sum(dim=1, keepdim=True)[..., 1:-1, 1:-1]).square().mean()}
 
     stop = (lambda _: False) if stop_at is None else (lambda step: step == stop_at)
     training = loop.begin(module, settings)
-    loop.train(training, loss_of, settings, path=path, seed=3, stop=stop)
+    loop.train(training, loop.Objective(draw, losses), settings, path=path, seed=3, stop=stop)
     for parameter, state in training.optimizer.state.items():
         assert state["exp_avg"].stride() == parameter.stride()
     return store.load_state(path)[0]
@@ -141,16 +156,20 @@ def test_a_stage_that_was_stopped_by_the_clock_goes_on_bit_for_bit(tmp_path: Pat
 
 
 def test_the_rate_rises_and_falls() -> None:
-    settings = StageTraining(100, 1, 1.0, False)
+    settings = StageTraining(100, 3, 1, 1.0, False)
     rates = [loop.rate(step, settings) for step in range(100)]
     assert rates[0] < rates[1] < rates[2] == max(rates) > 0.99 and rates[-1] == pytest.approx(0.02, abs=0.001)
+
+
+def always(losses: loop.Losses) -> loop.Objective:
+    return loop.Objective(lambda *_: {}, lambda _: losses)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     module, settings = toy()
     bad = {"loss": module[0].weight.sum() * float("nan")}  # type: ignore[index,union-attr]
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
-        loop.train(loop.begin(module, settings), lambda *_: bad, settings, path=tmp_path / "x.safetensors", seed=0)
+        loop.train(loop.begin(module, settings), always(bad), settings, path=tmp_path / "x.safetensors", seed=0)
 
 
 def test_a_stage_names_the_one_that_it_needs(tmp_path: Path) -> None:
@@ -164,7 +183,7 @@ def test_a_stage_names_the_one_that_it_needs(tmp_path: Path) -> None:
 @dataclass
 class Stage:
     module: nn.Module
-    loss_of: loop.LossOf
+    objective: loop.Objective
 
 
 def stage_of(name: str) -> Stage:
@@ -174,29 +193,30 @@ def stage_of(name: str) -> Stage:
     torch.manual_seed(0)
     if name == "video_vae":
         vae: Any = video_vae.build_video_vae(architecture)
-        return Stage(vae, video_vae.video_loss(vae, train, CPU))
+        return Stage(vae, video_vae.video_objective(vae, train, CPU))
     sounds = audio_vae.AudioVae(architecture)
     if name == "audio_vae":
-        return Stage(sounds, audio_vae.audio_loss(sounds, train, CPU))
+        return Stage(sounds, audio_vae.audio_objective(sounds, train, CPU))
     if name == "vocoder":
         module = Vocoder(architecture.vocoder)
         sounds.requires_grad_(False)
-        return Stage(module, vocoder.vocoder_loss(module, sounds, train, CPU))
+        return Stage(module, vocoder.vocoder_objective(module, sounds, train, CPU))
     size = train.sizes[0]
     geometry = latents.geometry_of(size)
     if name == "diffusion":
         model = diffusion.DiffusionModel(transforms.text_config(job), architecture)
         tokens = captions.caption_tokens(data.scenes_of(train, 0, 4), 2, 32, 0)
         table = diffusion.Table(
+            geometry,
             torch.randn(4, geometry.grid_tokens, 32),
             torch.randn(4, geometry.audio_tokens, 32),
             tokens,
             captions.one_text("", 32),
         )
-        return Stage(model, diffusion.diffusion_loss(model, table, geometry, replace(train, image_conditioning=0.5)))
+        return Stage(model, diffusion.diffusion_objective(model, [table], replace(train, image_conditioning=0.5)))
     enlarge = LatentUpsampler(upsampler.upsampler_config(architecture, train))
     small, large = torch.randn(4, 32, 2, 2, 2), torch.randn(4, 32, 2, 4, 4)
-    return Stage(enlarge, upsampler.upsampler_loss(enlarge, small, large, PerChannelStatistics(32), train))
+    return Stage(enlarge, upsampler.upsampler_objective(enlarge, small, large, PerChannelStatistics(32), train))
 
 
 STEPS = {"video_vae": 5, "audio_vae": 5, "vocoder": 8, "diffusion": 8, "upsampler": 20}
@@ -206,17 +226,16 @@ STEPS = {"video_vae": 5, "audio_vae": 5, "vocoder": 8, "diffusion": 8, "upsample
 def test_every_weight_of_a_stage_is_reached_and_its_loss_falls(name: str, tmp_path: Path) -> None:
     stage = stage_of(name)
 
-    def same(*_: Any) -> loop.Losses:
-        return stage.loss_of(0, torch.Generator().manual_seed(0))
-
-    first = same()["loss"]
+    batch = stage.objective.draw(0, torch.Generator().manual_seed(0))
+    same = loop.Objective(lambda *_: batch, stage.objective.losses)
+    first = same.losses(batch)["loss"]
     first.backward()
     unreached = [n for n, p in stage.module.named_parameters() if p.grad is None or not p.grad.any()]
     assert unreached == []
-    settings = StageTraining(STEPS[name], 2, 3e-3, False)
+    settings = StageTraining(STEPS[name], 1, 2, 3e-3, False)
     loop.train(loop.begin(stage.module, settings), same, settings, path=tmp_path / f"{name}.safetensors", seed=0)
     with torch.no_grad():
-        last = same()["loss"]
+        last = same.losses(batch)["loss"]
     assert last < 0.9 * first.detach()
 
 
@@ -402,3 +421,36 @@ def test_the_export_is_bf16_with_the_config(trained: Path) -> None:
         assert json.loads(file.metadata()["config"])["transformer"]["num_layers"] == 4
         dtypes = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
     assert all((dtype == torch.float32) == ("statistics" in name) for name, dtype in dtypes.items())
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_graphed_steps_are_the_eager_ones_bit_for_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = torch.device("cuda")
+
+    def run(path: Path) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 1)).to(device)
+
+        def draw(step: int, generator: torch.Generator) -> loop.Batch:
+            # Two sets of shapes that take turns, so that each has its own graph.
+            return {"x": torch.randn(16 + step % 2, 8, generator=generator, device=device)}
+
+        def losses(batch: loop.Batch) -> loop.Losses:
+            x = batch["x"]
+            return {"loss": (module(x) - x.sum(dim=1, keepdim=True)).square().mean()}
+
+        settings = StageTraining(12, 1, 16, 1e-2, False)
+        loop.train(loop.begin(module, settings), loop.Objective(draw, losses), settings, path=path, seed=3)
+        return store.load_state(path)[0]
+
+    replays: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replays.append(1), replay(self))[1])
+    graphed = run(tmp_path / "graphed" / "toy.safetensors")
+    assert len(replays) == 12 - 2 * graphs.WARM_STEPS
+    monkeypatch.setattr(graphs, "WARM_STEPS", 100)
+    eager = run(tmp_path / "eager" / "toy.safetensors")
+    assert len(replays) == 12 - 4 and all(torch.equal(graphed[name], eager[name]) for name in eager)

@@ -8,6 +8,7 @@ those of huggingface/transformers (5.17 and 5.24 tested).
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -144,6 +145,9 @@ class Tokenizer:
         self.backend = backend
         self.bos_id = bos_id
         self.pad_id = pad_id
+        # Gemma's own has one too, but nothing becomes it: its byte tokens spell what has no other.
+        unknown = getattr(backend.model, "unk_token", None)
+        self.unknown_id = None if unknown is None else backend.token_to_id(unknown)
         # A tokenizer.json may bring settings for another use.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -163,6 +167,16 @@ class Tokenizer:
             mask[row, max_length - len(kept) :] = 1
             dropped.append(len(tokens) - len(kept))
         return Tokens(ids, mask, tuple(dropped))
+
+    def unknown_words(self, prompt: str) -> tuple[str, ...]:
+        """The parts of a prompt that become the unknown token, as they are written, each once, in order."""
+        encoding = self.backend.encode(prompt, add_special_tokens=False)
+        pieces = zip(encoding.ids, encoding.offsets, strict=True)
+        return tuple(dict.fromkeys(prompt[start:end] for token, (start, end) in pieces if token == self.unknown_id))
+
+    def known_words(self) -> tuple[str, ...]:
+        """Tokens that are whole words of letters, in the order of their ids."""
+        return tuple(word for word, _ in sorted(self.backend.get_vocab().items(), key=itemgetter(1)) if word.isalpha())
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

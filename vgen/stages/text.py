@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from vgen.models.gemma3 import Tokenizer, encode_hidden_states
 from vgen.models.ltx2.connectors import TextConnectors
 
 notice = logging.getLogger("vgen.notice")
+
+_FEW_WORDS = 100
+"""A vocabulary of no more is named in full."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class TextComponents:
     text_encoder: nn.Module
     connectors: TextConnectors
     max_length: int
+    told: set[str] = field(default_factory=set)
+    """Prompts that were checked, so that each is told of once."""
 
 
 def encode_prompts(components: TextComponents, prompts: Sequence[str], device: torch.device) -> list[Context]:
@@ -40,14 +45,29 @@ def encode_prompts(components: TextComponents, prompts: Sequence[str], device: t
 
 def _encode_one(components: TextComponents, prompt: str, device: torch.device) -> Context:
     tokens = components.tokenizer.tokenize([prompt], components.max_length)
-    if tokens.dropped[0]:
-        notice.warning(
-            "the prompt is %d tokens longer than the %d that the text encoder takes; its end is cut: …%s",
-            tokens.dropped[0],
-            components.max_length,
-            prompt[-60:],
-        )
+    if prompt not in components.told:
+        components.told.add(prompt)
+        _tell(components, prompt, tokens.dropped[0])
     attention_mask = tokens.attention_mask.to(device)
     hidden_states = encode_hidden_states(components.text_encoder, tokens.input_ids.to(device), attention_mask)
     video, audio = components.connectors(hidden_states, attention_mask)
     return Context(video, audio)
+
+
+def _tell(components: TextComponents, prompt: str, dropped: int) -> None:
+    """Say what of a prompt does not reach the model."""
+    unknown = components.tokenizer.unknown_words(prompt)
+    if unknown:
+        known = components.tokenizer.known_words()
+        notice.warning(
+            "the model does not know %s and hears an unknown word in place of each%s",
+            ", ".join(f"'{word}'" for word in unknown),
+            f"; it knows: {', '.join(known)}" if len(known) <= _FEW_WORDS else "",
+        )
+    if dropped:
+        notice.warning(
+            "the prompt is %d tokens longer than the %d that the text encoder takes; its end is cut: …%s",
+            dropped,
+            components.max_length,
+            prompt[-60:],
+        )

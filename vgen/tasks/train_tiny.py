@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from vgen import transforms
-from vgen.config import StageTraining
+from vgen.config import ClipSize, StageTraining
 from vgen.job import Job
 from vgen.models.ltx2.upsampler import LatentUpsampler
 from vgen.models.ltx2.video_vae import PerChannelStatistics
@@ -17,12 +18,14 @@ from vgen.models.ltx2.vocoder import Vocoder
 from vgen.stages.latents import pack_video
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.tiny.training import audio_vae as audio
-from vgen.tiny.training import captions, diffusion, latents, loop, upsampler, video_vae
+from vgen.tiny.training import captions, diffusion, latents, loop, samples, upsampler, video_vae
 from vgen.tiny.training import vocoder as voice
 from vgen.tiny.training.data import scenes_of
 from vgen.tiny.training.export import export
 from vgen.tiny.training.store import load_average
 from vgen.typed import ConfigurationError
+
+SAMPLE_STEPS, SAMPLE_CFG_SCALE = 20, 3.0
 
 MEAN, STD = "mean-of-means", "std-of-means"
 
@@ -36,6 +39,8 @@ def run(context: TaskContext) -> RankResult:
     if context.job.config.parallel.data_size > 1:
         raise ConfigurationError("task=train_tiny runs on one device; use parallel.data_size=1")
     _require_diffusers()
+    # Of the matrix products that autocast leaves in fp32; convolutions take TF32 as they are.
+    torch.backends.cuda.matmul.allow_tf32 = True
     STAGES[config.stage](context, Path(config.folder))
     return RankResult()
 
@@ -45,8 +50,13 @@ def train_video_vae(context: TaskContext, folder: Path) -> None:
     vae: Any = _seeded(config.seed, lambda: video_vae.build_video_vae(job.architecture)).to(device)
     if device.type == "cuda":
         vae.to(memory_format=torch.channels_last_3d)
-    training = _train(context, folder, vae, video_vae.video_loss(vae, config, device))
+
+    def look(step: int) -> None:
+        _show(context, folder, samples.reconstructions(vae, config, config.sizes[0], device), step)
+
+    training = _train(context, folder, vae, video_vae.video_objective(vae, config, device), look)
     _take_averages(training)
+    look(training.step)
     # Measured once, when the weights are final: a state that is gone on from has them too, and measures again.
     vae.latents_mean, vae.latents_std = video_vae.measure_statistics(vae, config, device)
     _finish(context, folder, training, video_vae.peak_ratio(vae, config, config.sizes[0], device))
@@ -56,7 +66,7 @@ def train_audio_vae(context: TaskContext, folder: Path) -> None:
     job, device, config = context.job, context.device, context.job.config.train
     vae = _seeded(config.seed, lambda: audio.AudioVae(job.architecture)).to(device)
     _set_statistics(vae, None)
-    training = _train(context, folder, vae, audio.audio_loss(vae, config, device))
+    training = _train(context, folder, vae, audio.audio_objective(vae, config, device))
     _take_averages(training)
     _set_statistics(vae, audio.measure_statistics(vae, config, device))
     _finish(context, folder, training, {})
@@ -65,34 +75,58 @@ def train_audio_vae(context: TaskContext, folder: Path) -> None:
 def train_vocoder(context: TaskContext, folder: Path) -> None:
     job, device, config = context.job, context.device, context.job.config.train
     vae = _loaded(audio.AudioVae(job.architecture), folder, "audio_vae", device)
-    vocoder = _seeded(config.seed, lambda: Vocoder(job.architecture.vocoder)).to(device)
-    training = _train(context, folder, vocoder, voice.vocoder_loss(vocoder, vae, config, device))
+    vocoder = _seeded(config.seed, lambda: voice.build_vocoder(job.architecture)).to(device)
+    training = _train(context, folder, vocoder, voice.vocoder_objective(vocoder, vae, config, device))
     _take_averages(training)
     _finish(context, folder, training, voice.frequency_errors(vocoder, vae, config, device))
 
 
 def train_diffusion(context: TaskContext, folder: Path) -> None:
     job, device, config = context.job, context.device, context.job.config.train
-    text, size = transforms.text_config(job), config.sizes[0]
+    text = transforms.text_config(job)
     model = _seeded(config.seed, lambda: diffusion.DiffusionModel(text, job.architecture)).to(device)
-    table = _build_table(job, folder, device)
-    _train(context, folder, model, diffusion.diffusion_loss(model, table, latents.geometry_of(size), config))
+    tables = _build_tables(job, folder, device)
+    turns = [tables[size] for size in config.diffusion_sizes]
+    vae, statistics = _video_vae(job, folder, device)
+    sounds = _loaded(audio.AudioVae(job.architecture), folder, "audio_vae", device)
+    vocoder = _loaded(Vocoder(job.architecture.vocoder), folder, "vocoder", device)
+    decoders = samples.Decoders(vae, statistics, sounds.decoder, vocoder)
+    geometry, length = turns[0].geometry, job.config.model.text_encoder.max_length
+
+    def look(step: int) -> None:
+        # The same noise each time, so that the pictures can be compared.
+        generator = torch.Generator(device).manual_seed(config.seed)
+
+        def make(tokens: samples.Tokens) -> tuple[Tensor, Tensor]:
+            return samples.generate(model, tokens, turns[0].empty, geometry, SAMPLE_STEPS, SAMPLE_CFG_SCALE, generator)
+
+        clips = samples.judge(make, decoders, geometry, config, length, device, config.judged_clips)
+        _show(context, folder, samples.generations(clips), step)
+        _note(context, folder, step, samples.adherence(clips))
+
+    objective = diffusion.diffusion_objective(model, turns, config)
+    training = _train(context, folder, model, objective, look)
+    _take_averages(training)
+    look(training.step)
 
 
-def _build_table(job: Job, folder: Path, device: torch.device) -> diffusion.Table:
+def _build_tables(job: Job, folder: Path, device: torch.device) -> dict[ClipSize, diffusion.Table]:
     config, length = job.config.train, job.config.model.text_encoder.max_length
-    size = config.sizes[0]
     vae, statistics = _video_vae(job, folder, device)
     encoder = _loaded(audio.AudioVae(job.architecture), folder, "audio_vae", device).encoder
     scenes = scenes_of(config, 0, config.table_clips)
-    tokens = captions.caption_tokens(scenes, config.table_captions, length, config.seed)
-    empty = captions.one_text("", length)
-    return diffusion.Table(
-        pack_video(latents.video_table(vae, statistics, config, size, device)),
-        latents.audio_table(encoder, config, size, device),
-        (tokens[0].to(device), tokens[1].to(device)),
-        (empty[0].to(device), empty[1].to(device)),
-    )
+    ids, mask = captions.caption_tokens(scenes, config.table_captions, length, config.seed)
+    no_ids, no_mask = captions.one_text("", length)
+    return {
+        size: diffusion.Table(
+            latents.geometry_of(size),
+            pack_video(latents.video_table(vae, statistics, config, size, device)),
+            latents.audio_table(encoder, config, size, device),
+            (ids.to(device), mask.to(device)),
+            (no_ids.to(device), no_mask.to(device)),
+        )
+        for size in dict.fromkeys(config.diffusion_sizes)
+    }
 
 
 def train_upsampler(context: TaskContext, folder: Path) -> None:
@@ -104,7 +138,7 @@ def train_upsampler(context: TaskContext, folder: Path) -> None:
         latents.video_table(vae, statistics, config, one, device) for one in (upsampler.half_of(size), size)
     )
     module.to(device)
-    _train(context, folder, module, upsampler.upsampler_loss(module, small, large, statistics, config))
+    _train(context, folder, module, upsampler.upsampler_objective(module, small, large, statistics, config))
 
 
 def export_all(context: TaskContext, folder: Path) -> None:
@@ -124,7 +158,13 @@ STAGES: dict[str, Callable[[TaskContext, Path], None]] = {
 }
 
 
-def _train(context: TaskContext, folder: Path, module: nn.Module, loss_of: loop.LossOf) -> loop.Training:
+def _train(
+    context: TaskContext,
+    folder: Path,
+    module: nn.Module,
+    objective: loop.Objective,
+    look: Callable[[int], Any] = lambda _: None,
+) -> loop.Training:
     config = context.job.config.train
     settings: StageTraining = getattr(config.stages, config.stage)
     training = loop.begin(module, settings)
@@ -134,7 +174,7 @@ def _train(context: TaskContext, folder: Path, module: nn.Module, loss_of: loop.
         return config.minutes is not None and time.perf_counter() - started > 60 * config.minutes
 
     path = folder / f"{config.stage}.safetensors"
-    loop.train(training, loss_of, settings, path=path, seed=config.seed, log=context.log, stop=stop)
+    loop.train(training, objective, settings, path=path, seed=config.seed, log=context.log, stop=stop, look=look)
     return training
 
 
@@ -147,11 +187,22 @@ def _take_averages(training: loop.Training) -> None:
 
 def _finish(context: TaskContext, folder: Path, training: loop.Training, measured: dict[str, float]) -> None:
     """Store the statistics beside the state, and what was measured beside the losses."""
-    path = folder / f"{context.job.config.train.stage}.safetensors"
-    loop.store_buffers(training.module, path)
+    loop.store_buffers(training.module, folder / f"{context.job.config.train.stage}.safetensors")
     if measured:
-        loop.append(path.with_suffix(".jsonl"), {"step": training.step, **measured})
-        context.log({f"{path.stem}/{name}": value for name, value in measured.items()}, training.step)
+        _note(context, folder, training.step, measured)
+
+
+def _note(context: TaskContext, folder: Path, step: int, measured: dict[str, float]) -> None:
+    """Put what was measured beside the losses."""
+    stage = context.job.config.train.stage
+    loop.append(folder / f"{stage}.jsonl", {"step": step, **measured})
+    context.log({f"{stage}/{name}": value for name, value in measured.items()}, step)
+
+
+def _show(context: TaskContext, folder: Path, image: Image, step: int) -> None:
+    stage = context.job.config.train.stage
+    image.save(folder / f"{stage}.png")
+    context.log_image(f"{stage}/samples", image, step)
 
 
 def _seeded(seed: int, build: Callable[[], Any]) -> Any:

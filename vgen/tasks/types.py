@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer, reduce_max
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class TaskContext:
     data_size: int
     log: Callable[[Mapping[str, Any], int | None], None] = lambda *_: None
     """Numbers of one step, for the tracker."""
+    log_image: Callable[[str, "Image", int | None], None] = lambda *_: None
+    """A picture of one step, likewise."""
 
 
 @dataclass

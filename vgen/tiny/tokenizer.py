@@ -50,11 +50,3 @@ def save_tokenizer(folder: Path) -> None:
         "unk_token": "<unk>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def unknown_words(tokenizer: tokenizers.Tokenizer, prompt: str) -> tuple[str, ...]:
-    """The words of a prompt that the tokenizer does not know, as they are written, each once, in order."""
-    encoding = tokenizer.encode(prompt, add_special_tokens=False)
-    unknown = tokenizer.token_to_id("<unk>")
-    places = (place for token, place in zip(encoding.ids, encoding.offsets, strict=True) if token == unknown)
-    return tuple(dict.fromkeys(prompt[start:end] for start, end in places))

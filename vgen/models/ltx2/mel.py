@@ -9,6 +9,8 @@ Source: Lightricks/LTX-2 at 400fd31, ``model/audio_vae/{ops,audio_vae}.py``, whi
 torchaudio's ``MelSpectrogram``.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,13 @@ def log_mel(waveform: Tensor, config: AudioEncoderConfig) -> Tensor:
         pad_mode="reflect",
         return_complex=True,
     )
-    mel = spectrum.abs().transpose(1, 2) @ mel_filters(config).to(waveform)
+    mel = spectrum.abs().transpose(1, 2) @ _filters(config, waveform.dtype, waveform.device)
     return mel.clamp(min=FLOOR).log().unflatten(0, waveform.shape[:2])
+
+
+@lru_cache(maxsize=4)
+def _filters(config: AudioEncoderConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return mel_filters(config).to(device, dtype)
 
 
 def mel_filters(config: AudioEncoderConfig) -> Tensor:

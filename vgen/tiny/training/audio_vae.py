@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from vgen.config import TrainConfig
 from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder, pixel_norm
-from vgen.models.ltx2.config import LTX2Config
+from vgen.models.ltx2.config import AUDIO_COMPRESSION, LTX2Config
 from vgen.tiny.training.data import mel_of, scenes_of, size_of
-from vgen.tiny.training.loop import LossOf
+from vgen.tiny.training.loop import Batch, Objective
 
 KL_WEIGHT = 1e-4
 SHORTEST = 9
@@ -36,21 +36,29 @@ class AudioVae(nn.Module):
         mean, log_variance = moments.chunk(2, dim=1)
         return mean, log_variance.clamp(-30, 20)
 
+    def latent_shape(self, mel: Tensor) -> tuple[int, int, int, int]:
+        """Of the latents of ``mel`` [B, 2, T, M]."""
+        clips, _, frames, bins = mel.shape
+        return clips, self.encoder.config.latent_channels, -(-frames // AUDIO_COMPRESSION), bins // AUDIO_COMPRESSION
 
-def audio_loss(vae: AudioVae, config: TrainConfig, device: torch.device) -> LossOf:
-    batch = config.stages.audio_vae.batch_size
 
-    def loss_of(step: int, generator: torch.Generator) -> dict[str, Tensor]:
+def audio_objective(vae: AudioVae, config: TrainConfig, device: torch.device) -> Objective:
+    count = config.stages.audio_vae.batch_size
+
+    def draw(step: int, generator: torch.Generator) -> Batch:
         frames = max(SHORTEST, size_of(config, step).num_frames)
-        mel = mel_of(scenes_of(config, step * batch, batch), frames, vae.encoder.config, device)
+        mel = mel_of(scenes_of(config, step * count, count), frames, vae.encoder.config, device)
+        return {"mel": mel, "noise": torch.randn(vae.latent_shape(mel), generator=generator, device=device)}
+
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        mel, noise = batch["mel"], batch["noise"]
         mean, log_variance = vae.moments(mel)
-        noise = torch.randn(mean.shape, generator=generator, device=device)
         decoded = vae.decoder(mean + noise * (log_variance / 2).exp())
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
         l1 = (decoded - mel[:, :, : decoded.shape[2]]).abs().mean()
         return {"loss": l1 + KL_WEIGHT * kl, "l1": l1, "kl": kl}
 
-    return loss_of
+    return Objective(draw, losses)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from vgen.models.gemma3 import Tokenizer
 from vgen.tiny.grammar import Scene, caption
 from vgen.tiny.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
-PAD, BOS = SPECIAL_TOKENS.index("<pad>"), SPECIAL_TOKENS.index("<bos>")
+PAD, BOS, UNKNOWN = (SPECIAL_TOKENS.index(token) for token in ("<pad>", "<bos>", "<unk>"))
 
 
 def caption_tokens(scenes: Sequence[Scene], wordings: int, max_length: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -34,10 +34,16 @@ def caption_tokens(scenes: Sequence[Scene], wordings: int, max_length: int, seed
     return padded, padded != PAD
 
 
+def text_tokens(texts: Sequence[str], max_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``input_ids`` and ``attention_mask`` int64 [B, L] of any texts, as the pipeline makes them."""
+    tokens = Tokenizer(build_tokenizer(), bos_id=BOS, pad_id=PAD).tokenize(texts, max_length)
+    return tokens.input_ids.to(device), tokens.attention_mask.to(device)
+
+
 def one_text(text: str, max_length: int) -> tuple[Tensor, Tensor]:
-    """The same of one text, [L]."""
-    tokens = Tokenizer(build_tokenizer(), bos_id=BOS, pad_id=PAD).tokenize([text], max_length)
-    return tokens.input_ids[0].int(), tokens.attention_mask[0].bool()
+    """``input_ids`` int32 and ``attention_mask`` bool [L] of one text."""
+    ids, mask = text_tokens([text], max_length, torch.device("cpu"))
+    return ids[0].int(), mask[0].bool()
 
 
 def choose(tokens: tuple[Tensor, Tensor], clips: Tensor, wordings: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,3 +59,15 @@ def with_dropout(tokens: tuple[Tensor, Tensor], empty: tuple[Tensor, Tensor], dr
         for full, nothing in zip(tokens, empty, strict=True)
     )
     return ids, mask
+
+
+def with_unknown(
+    tokens: tuple[Tensor, Tensor], unknown_id: int, rows: Tensor, rate: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """``tokens`` [B, L] with each word of the ``rows`` (bool [B]) replaced by ``unknown_id`` with probability ``rate``.
+
+    So that a word from outside the grammar, which becomes this token, is nothing new. Special tokens stay.
+    """
+    ids, mask = tokens
+    drawn = torch.rand(ids.shape, generator=generator, device=ids.device) < rate
+    return ids.masked_fill(drawn & rows[:, None] & (ids >= len(SPECIAL_TOKENS)), unknown_id), mask

@@ -27,6 +27,27 @@ def video_of(scenes: Sequence[Scene], size: ClipSize, device: torch.device) -> T
     return render_video(scenes, size.num_frames, size.height, size.width, device)
 
 
+BATCH = 256
+
+
+def video_table(config: TrainConfig, size: ClipSize, device: torch.device) -> Tensor:
+    """uint8 [N, 3, F, H, W] of the first ``table_clips`` scenes: drawing them in each step takes longer than it."""
+    parts = []
+    for first in range(0, config.table_clips, BATCH):
+        scenes = scenes_of(config, first, min(BATCH, config.table_clips - first))
+        parts.append(to_bytes(video_of(scenes, size, device)))
+    return torch.cat(parts)
+
+
+def to_bytes(video: Tensor) -> Tensor:
+    """uint8 of -1..1."""
+    return ((video + 1) * 127.5).round().to(torch.uint8)
+
+
+def from_bytes(video: Tensor) -> Tensor:
+    return video.float() / 127.5 - 1
+
+
 def sound_of(scenes: Sequence[Scene], num_frames: int, sample_rate: int, device: torch.device) -> Tensor:
     """[B, 2, S] in -1..1, as long as the video."""
     return render_sound(scenes, round(num_frames / FPS * sample_rate), sample_rate, device)

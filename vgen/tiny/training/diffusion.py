@@ -5,7 +5,8 @@
 Shapes: B clips, S video tokens, A audio tokens, L text tokens, C channels.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from vgen.models.ltx2.config import LTX2Config
 from vgen.models.ltx2.connectors import TextConnectors
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream
-from vgen.tiny.training.captions import choose, with_dropout
-from vgen.tiny.training.loop import LossOf
+from vgen.tiny.training.captions import UNKNOWN, choose, with_dropout, with_unknown
+from vgen.tiny.training.loop import Batch, Objective
 
 UNIFORM = 0.1
 """Part of the noise levels that are drawn evenly, so that none is rare."""
@@ -27,6 +28,9 @@ AUDIO_WEIGHT = 0.5
 """Beside the video's 1: a tone is much easier than a picture."""
 
 LEAST_SIGMA = 1e-3
+
+UNKNOWN_RATE = 0.2
+"""Part of the words of a caption with unknown ones that are unknown."""
 
 
 class DiffusionModel(nn.Module):
@@ -119,30 +123,44 @@ def add_noise(
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Normalized tokens [B, S, C] and [B, A, C] of many clips, their captions' tokens and those of no caption."""
+    """Normalized tokens [B, S, C] and [B, A, C] of many clips of one size, their captions' tokens and those of none."""
 
+    geometry: Geometry
     video: Tensor
     audio: Tensor
     captions: tuple[Tensor, Tensor]
     empty: tuple[Tensor, Tensor]
 
 
-def diffusion_loss(model: DiffusionModel, table: Table, geometry: Geometry, config: TrainConfig) -> LossOf:
-    batch, wordings = config.stages.diffusion.batch_size, table.captions[0].shape[1]
+def diffusion_objective(model: DiffusionModel, tables: Sequence[Table], config: TrainConfig) -> Objective:
+    """The tables take turns; each has a number of video tokens of its own."""
+    count = config.stages.diffusion.batch_size
+    geometries = {table.video.shape[1]: table.geometry for table in tables}
 
-    def loss_of(step: int, generator: torch.Generator) -> dict[str, Tensor]:  # noqa: ARG001
-        device = generator.device
-        clips = torch.randint(len(table.video), (batch,), generator=generator, device=device)
-        wording = torch.randint(wordings, (batch,), generator=generator, device=device)
-        dropped = torch.rand(batch, generator=generator, device=device) < config.caption_dropout
-        tokens = with_dropout(choose(table.captions, clips, wording), table.empty, dropped)
+    def draw(step: int, generator: torch.Generator) -> Batch:
+        table, device = tables[step % len(tables)], generator.device
+        clips = torch.randint(len(table.video), (count,), generator=generator, device=device)
+        wording = torch.randint(table.captions[0].shape[1], (count,), generator=generator, device=device)
+        dropped = torch.rand(count, generator=generator, device=device) < config.caption_dropout
+        odd = torch.rand(count, generator=generator, device=device) < config.unknown_words
+        tokens = with_unknown(choose(table.captions, clips, wording), UNKNOWN, odd, UNKNOWN_RATE, generator)
+        tokens = with_dropout(tokens, table.empty, dropped)
         noisy = add_noise(
-            table.video[clips], table.audio[clips], geometry, config.sigma_shift, config.image_conditioning, generator
+            table.video[clips],
+            table.audio[clips],
+            table.geometry,
+            config.sigma_shift,
+            config.image_conditioning,
+            generator,
         )
-        video, audio = model.velocities(noisy, model.contexts(*tokens), geometry)
-        return flow_losses(video, audio, noisy)
+        return {**vars(noisy), "ids": tokens[0], "mask": tokens[1]}
 
-    return loss_of
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        noisy = Noisy(**{field.name: batch[field.name] for field in fields(Noisy)})
+        contexts = model.contexts(batch["ids"], batch["mask"])
+        return flow_losses(*model.velocities(noisy, contexts, geometries[noisy.video.shape[1]]), noisy)
+
+    return Objective(draw, losses)
 
 
 def flow_losses(video: Tensor, audio: Tensor, noisy: Noisy) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from vgen.tiny.training.data import FPS, mel_of, scenes_of, video_of
 from vgen.tiny.training.loop import autocast
 from vgen.tiny.training.video_vae import encode_means
 
-BATCH = 64
+BATCH = 256
 
 
 def geometry_of(size: ClipSize) -> Geometry:

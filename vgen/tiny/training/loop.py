@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from vgen.config import StageTraining
+from vgen.tiny.training.graphs import GraphedStep
 from vgen.tiny.training.store import load_state, part_of, save_state
-
-WARMUP = 0.03
-"""Part of the steps in which the learning rate rises."""
 
 FINAL_RATE = 0.02
 """Part of the learning rate that is left at the end."""
@@ -32,12 +30,26 @@ AVERAGE_DECAY = 0.999
 
 SAVE_EVERY_S = 45.0
 LOG_EVERY = 25
+LOOKS = 4
+"""Times that samples are made, the last with the averages when a stage ends."""
 
 Losses = Mapping[str, Tensor]
 """Scalars by name; ``loss`` is what is minimised."""
 
-LossOf = Callable[[int, torch.Generator], Losses]
-"""The losses of one step from its number and its own random numbers, which are on the device."""
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a stage minimises."""
+
+    draw: Callable[[int, torch.Generator], Batch]
+    """What one step is about, from its number and its own random numbers, which are on the device."""
+    losses: Callable[[Batch], Losses]
+    """Of it. Draws nothing and waits for nothing, so that a CUDA graph can hold it."""
+
+    def __call__(self, step: int, generator: torch.Generator) -> Losses:
+        return self.losses(self.draw(step, generator))
 
 
 @dataclass
@@ -57,36 +69,58 @@ def begin(module: nn.Module, settings: StageTraining) -> Training:
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     plain = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=parameters[0].is_cuda)
+    device = parameters[0].device
+    graphed = device.type == "cuda"
+    # In a graph the rate is read where it lies.
+    first_rate = torch.tensor(settings.learning_rate, device=device) if graphed else settings.learning_rate
+    optimizer = torch.optim.AdamW(groups, lr=first_rate, betas=BETAS, fused=graphed, capturable=graphed)
     average = [parameter.detach().clone() for parameter in parameters]
     return Training(module, optimizer, average, parameters=parameters)
 
 
 def train(
     training: Training,
-    loss_of: LossOf,
+    objective: Objective,
     settings: StageTraining,
     *,
     path: Path,
     seed: int,
     log: Callable[[Mapping[str, Any], int], None] = lambda *_: None,
     stop: Callable[[int], bool] = lambda _: False,
+    look: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Run to ``settings.steps``, from the state at ``path`` if there is one; ``stop(step)`` ends it sooner, stored."""
+    """Run to ``settings.steps``, from the state at ``path`` if there is one; ``stop(step)`` ends it sooner, stored.
+
+    ``look(step)`` is called a few times on the way, when the module's weights are those of the step.
+    """
     restore(training, path)
     device = training.parameters[0].device
     saved = time.perf_counter()
     training.module.train()
+
+    def descend(batch: Batch) -> Losses:
+        with autocast(device, settings.autocast):
+            losses = objective.losses(batch)
+        gradient = _descend(training, losses["loss"])
+        # Without their graph, which would keep the step's memory and streams alive.
+        return {name: value.detach() for name, value in {**losses, "gradient": gradient}.items()}
+
+    descend_step = GraphedStep(descend) if device.type == "cuda" else descend
     while training.step < settings.steps:
         step = training.step
         generator = torch.Generator(device).manual_seed(step_seed(seed, path.stem, step))
-        with autocast(device, settings.autocast):
-            losses = loss_of(step, generator)
-        gradient = _descend(training, losses["loss"], settings)
+        batch = objective.draw(step, generator)
+        _set_rate(training, rate(step, settings))
+        losses = descend_step(batch)
+        _advance(training)
         if step % LOG_EVERY == 0 or training.step == settings.steps:
-            _log(training, {**losses, "gradient": gradient}, path, log)
+            _log(training, losses, path, log)
         if training.step == settings.steps or stop(training.step):
             break
+        if training.step % max(1, settings.steps // LOOKS) == 0:
+            training.module.eval()
+            look(training.step)
+            training.module.train()
         if time.perf_counter() - saved > SAVE_EVERY_S:
             store(training, path)
             saved = time.perf_counter()
@@ -106,24 +140,33 @@ def autocast(device: torch.device, enabled: bool) -> contextlib.AbstractContextM
 
 def rate(step: int, settings: StageTraining) -> float:
     """The learning rate of a step, from 0."""
-    warmup = max(1, round(WARMUP * settings.steps))
     cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
-    return settings.learning_rate * min(1.0, (step + 1) / warmup) * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+    warmed = min(1.0, (step + 1) / settings.warmup_steps)
+    return settings.learning_rate * warmed * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
-def _descend(training: Training, loss: Tensor, settings: StageTraining) -> Tensor:
+def _set_rate(training: Training, value: float) -> None:
     for group in training.optimizer.param_groups:
-        group["lr"] = rate(training.step, settings)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def _descend(training: Training, loss: Tensor) -> Tensor:
     training.optimizer.zero_grad(set_to_none=True)
     loss.backward()
     gradient = nn.utils.clip_grad_norm_(training.parameters, LARGEST_GRADIENT)
     training.optimizer.step()
+    return gradient
+
+
+def _advance(training: Training) -> None:
     training.step += 1
     # Young averages forget sooner, or they would be of the first weights.
     decay = min(AVERAGE_DECAY, training.step / (training.step + 10))
     with torch.no_grad():
         torch._foreach_lerp_(training.average, [p.detach() for p in training.parameters], 1 - decay)
-    return gradient
 
 
 def _log(training: Training, values: Losses, path: Path, log: Callable[[Mapping[str, Any], int], None]) -> None:

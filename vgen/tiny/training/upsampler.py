@@ -10,7 +10,7 @@ from vgen.config import ClipSize, TrainConfig
 from vgen.models.ltx2.config import LTX2Config, UpsamplerConfig
 from vgen.models.ltx2.upsampler import LatentUpsampler, upsample_normalized
 from vgen.models.ltx2.video_vae import PerChannelStatistics
-from vgen.tiny.training.loop import LossOf
+from vgen.tiny.training.loop import Batch, Objective
 
 BLOCKS = 2
 
@@ -47,15 +47,18 @@ def half_of(size: ClipSize) -> ClipSize:
     return ClipSize(size.num_frames, size.height // 2, size.width // 2)
 
 
-def upsampler_loss(
+def upsampler_objective(
     upsampler: LatentUpsampler, small: Tensor, large: Tensor, statistics: PerChannelStatistics, config: TrainConfig
-) -> LossOf:
+) -> Objective:
     """``small`` and ``large``: normalized latents [B, C, F, H, W] of the same clips at both sizes."""
-    batch = config.stages.upsampler.batch_size
+    count = config.stages.upsampler.batch_size
 
-    def loss_of(step: int, generator: torch.Generator) -> dict[str, Tensor]:  # noqa: ARG001
-        clips = torch.randint(len(small), (batch,), generator=generator, device=small.device)
-        made = upsample_normalized(upsampler, small[clips], statistics).float()
-        return {"loss": (made - large[clips]).abs().mean()}
+    def draw(step: int, generator: torch.Generator) -> Batch:  # noqa: ARG001
+        clips = torch.randint(len(small), (count,), generator=generator, device=small.device)
+        return {"small": small[clips], "large": large[clips]}
 
-    return loss_of
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        made = upsample_normalized(upsampler, batch["small"], statistics).float()
+        return {"loss": (made - batch["large"]).abs().mean()}
+
+    return Objective(draw, losses)

@@ -8,23 +8,24 @@ Shapes: B clips, C channels, F frames, H, W pixels.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vgen.config import ClipSize, TrainConfig
-from vgen.models.ltx2.config import LTX2Config
-from vgen.tiny.training.data import scenes_of, size_of, video_of
-from vgen.tiny.training.loop import LossOf
+from vgen.models.ltx2.config import VIDEO_COMPRESSION, LTX2Config
+from vgen.tiny.training.data import from_bytes, scenes_of, size_of, video_of, video_table
+from vgen.tiny.training.loop import Batch, Objective
 
 STRIDES = {"all": "spatiotemporal", "time": "temporal", "space": "spatial"}
 """Middle of a block's kind to diffusers' word for the axes that it halves or doubles."""
 
-KL_WEIGHT = 1e-4
-"""Latents with some noise in them: what the transformer makes is never exact either."""
+KL_WEIGHT = 1e-6
+"""With more, the latents say nothing before the decoder has learned to listen, and stay so."""
 
-EDGE_WEIGHT = 0.5
-COARSE_WEIGHT = 0.5
-"""Of the picture halved and quartered: colours and places, which a sum over pixels hardly sees in a small shape."""
+FIRST_LOG_VARIANCE = -6.0
+"""Of the latents' noise at the start, for the same reason."""
+
+L2_WEIGHT, L1_WEIGHT, EDGE_WEIGHT = 4.0, 0.1, 0.1
+"""Squares first: the shape is small and far off its background; plain differences learn the background's pattern."""
 
 
 def build_video_vae(architecture: LTX2Config) -> nn.Module:
@@ -57,7 +58,18 @@ def build_video_vae(architecture: LTX2Config) -> nn.Module:
         encoder_spatial_padding_mode=encoder.spatial_padding_mode,
         decoder_spatial_padding_mode=decoder.spatial_padding_mode,
     )
+    _begin_simply(vae)
     return vae
+
+
+@torch.no_grad()
+def _begin_simply(vae: nn.Module) -> None:
+    """Residual blocks that add nothing yet, and latents with little noise: what is left is nearly linear."""
+    for name, parameter in vae.named_parameters():
+        if ".conv2." in name:
+            nn.init.zeros_(parameter)
+    # The last channel is the logarithm of all others' variance.
+    nn.init.constant_(vae.get_parameter("encoder.conv_out.conv.bias")[-1:], FIRST_LOG_VARIANCE)
 
 
 def _widths(first: int, multipliers: list[int]) -> tuple[int, ...]:
@@ -68,33 +80,36 @@ def _widths(first: int, multipliers: list[int]) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def video_loss(vae: Any, config: TrainConfig, device: torch.device) -> LossOf:
-    batch = config.stages.video_vae.batch_size
+def video_objective(vae: Any, config: TrainConfig, device: torch.device) -> Objective:
+    count = config.stages.video_vae.batch_size
+    tables = {size: video_table(config, size, device) for size in dict.fromkeys(config.sizes)}
 
-    def loss_of(step: int, generator: torch.Generator) -> dict[str, Tensor]:
-        video = video_of(scenes_of(config, step * batch, batch), size_of(config, step), device)
+    def draw(step: int, generator: torch.Generator) -> Batch:
+        size = size_of(config, step)
+        table = tables[size]
+        clips = torch.randint(len(table), (count,), generator=generator, device=device)
+        time, height, width = VIDEO_COMPRESSION
+        latent = (size.num_frames - 1) // time + 1, size.height // height, size.width // width
+        noise = torch.randn(count, vae.config.latent_channels, *latent, generator=generator, device=device)
+        return {"video": table[clips], "noise": noise}
+
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        video, noise = from_bytes(batch["video"]), batch["noise"]
         posterior = vae.encode(video, return_dict=False)[0]
         mean, log_variance = posterior.mean.float(), posterior.logvar.float()
-        noise = torch.randn(mean.shape, generator=generator, device=device)
         decoded = vae.decode(mean + noise * (log_variance / 2).exp(), return_dict=False)[0].float()
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-        l1, edges, coarse = (decoded - video).abs().mean(), edge_loss(decoded, video), coarse_loss(decoded, video)
-        loss = l1 + EDGE_WEIGHT * edges + COARSE_WEIGHT * coarse + KL_WEIGHT * kl
-        return {"loss": loss, "l1": l1, "edges": edges, "coarse": coarse, "kl": kl}
+        error = decoded - video
+        l2, l1, edges = error.square().mean(), error.abs().mean(), edge_loss(error)
+        loss = L2_WEIGHT * l2 + L1_WEIGHT * l1 + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+        return {"loss": loss, "l2": l2, "l1": l1, "edges": edges, "kl": kl}
 
-    return loss_of
+    return Objective(draw, losses)
 
 
-def edge_loss(decoded: Tensor, video: Tensor) -> Tensor:
-    """Mean difference of the differences between neighbours in time, height and width; both [B, 3, F, H, W]."""
-    error = decoded - video
+def edge_loss(error: Tensor) -> Tensor:
+    """Mean difference between neighbours in time, height and width of an error [B, 3, F, H, W]."""
     return torch.stack([error.diff(dim=dim).abs().mean() for dim in (2, 3, 4) if error.shape[dim] > 1]).mean()
-
-
-def coarse_loss(decoded: Tensor, video: Tensor) -> Tensor:
-    """Mean difference of the pictures halved and quartered."""
-    error = (decoded - video).transpose(1, 2).flatten(0, 1)
-    return torch.stack([F.avg_pool2d(error, cell).abs().mean() for cell in (2, 4)]).mean()
 
 
 @torch.no_grad()

@@ -1,27 +1,34 @@
-"""The vocoder: our own, trained by magnitudes of spectra alone, without a discriminator.
+"""The vocoder: our own, trained by spectra and waveforms, without a discriminator.
 
-The waveform's own phase is free. A network without memory repeats itself from mel frame to mel frame where the sound
-does not change, so the frequencies that it can hold are multiples of the frames' rate, 100 Hz.
+A network without memory repeats itself from mel frame to mel frame where the sound does not change, so the frequencies
+that it can hold are multiples of the frames' rate, 100 Hz. A spectrogram does not tell the phase, so each tone is
+taught in one phase, in which each of its frames is the same waveform.
 
 Shapes: B clips, S samples, T mel frames, M mel bins.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vgen.config import TrainConfig
+from vgen.models.ltx2.config import LTX2Config
 from vgen.models.ltx2.mel import log_mel
 from vgen.models.ltx2.vocoder import Vocoder
-from vgen.tiny.grammar import Scene
 from vgen.tiny.training.audio_vae import SHORTEST, AudioVae
-from vgen.tiny.training.data import mel_of, scenes_of, size_of, sound_of
-from vgen.tiny.training.loop import LossOf
+from vgen.tiny.training.data import mel_of, scenes_of, sound_of
+from vgen.tiny.training.loop import Batch, Objective
 
 WINDOWS = (256, 512, 1024, 2048)
-MEL_WEIGHT = 0.5
+WAVE_WEIGHT = 1.0
+SPECTRA_WEIGHT = 0.3
+MEL_WEIGHT = 0.1
+FRAMES = 9
+"""Of video, as long as which the sounds are: short ones do, since the network hears a few mel frames at a time."""
+
+LOG_WEIGHT = 0.2
 FLOOR = 1e-3
 """Of magnitudes, before the logarithm: what is below is silence."""
 
@@ -29,34 +36,60 @@ LATENT_NOISE = 0.1
 """Deviation of the noise on the latents whose spectrograms it hears, normalized: the transformer's are not exact."""
 
 
-def vocoder_loss(vocoder: Vocoder, audio_vae: AudioVae, config: TrainConfig, device: torch.device) -> LossOf:
-    """Half of each batch from true spectrograms, half from what the frozen audio VAE makes of them."""
-    batch, rate = config.stages.vocoder.batch_size, vocoder.output_sample_rate
+def build_vocoder(architecture: LTX2Config) -> Vocoder:
+    vocoder = Vocoder(architecture.vocoder)
+    _begin_simply(vocoder)
+    return vocoder
 
-    def loss_of(step: int, generator: torch.Generator) -> dict[str, Tensor]:
-        frames = max(SHORTEST, size_of(config, step).num_frames)
-        scenes = scenes_of(config, step * batch, batch)
-        heard = heard_mel(scenes, frames, audio_vae, device, generator)
-        made = vocoder(heard)
-        true = sound_of(scenes, frames, rate, device)
+
+@torch.no_grad()
+def _begin_simply(vocoder: Vocoder) -> None:
+    """Residual blocks that add nothing yet, and other activations of about 1: from torch's own start they fade away."""
+    for name, module in vocoder.named_modules():
+        if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            stride = module.stride[0] if isinstance(module, nn.ConvTranspose1d) else 1
+            fan_in = module.in_channels * module.kernel_size[0] / stride
+            nn.init.normal_(module.weight, std=(2 / fan_in) ** 0.5)
+            if ".convs2." in name:
+                nn.init.zeros_(module.weight)
+    # Logarithms of a spectrogram are about 10.
+    vocoder.conv_pre.weight.mul_(0.1)
+    vocoder.conv_post.weight.mul_(0.01)
+
+
+def vocoder_objective(vocoder: Vocoder, audio_vae: AudioVae, config: TrainConfig, device: torch.device) -> Objective:
+    """Half of each batch from true spectrograms, half from what the frozen audio VAE makes of them."""
+    count, rate = config.stages.vocoder.batch_size, vocoder.output_sample_rate
+
+    def draw(step: int, generator: torch.Generator) -> Batch:
+        scenes = scenes_of(config, step * count, count)
+        mel = mel_of(scenes, FRAMES, audio_vae.encoder.config, device)
+        noise = torch.randn(audio_vae.latent_shape(mel), generator=generator, device=device)
+        in_phase = [replace(scene, phase=0.0) for scene in scenes]
+        return {"mel": mel, "noise": noise, "sound": sound_of(in_phase, FRAMES, rate, device)}
+
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        made, true = vocoder(heard_mel(batch["mel"], batch["noise"], audio_vae)), batch["sound"]
         samples = min(made.shape[-1], true.shape[-1])
         made, true = made[..., :samples], true[..., :samples]
         spectra = spectral_loss(made, true)
         mel = mel_loss(made, true, audio_vae, rate)
-        return {"loss": spectra + MEL_WEIGHT * mel, "spectra": spectra, "mel": mel}
+        # Of each clip by itself, or the loud ones would be all.
+        wave = ((made - true).abs().mean(dim=(1, 2)) / true.abs().mean(dim=(1, 2))).mean()
+        return {
+            "loss": WAVE_WEIGHT * wave + SPECTRA_WEIGHT * spectra + MEL_WEIGHT * mel,
+            "spectra": spectra,
+            "mel": mel,
+            "wave": wave,
+        }
 
-    return loss_of
+    return Objective(draw, losses)
 
 
 @torch.no_grad()
-def heard_mel(
-    scenes: Sequence[Scene], num_frames: int, vae: AudioVae, device: torch.device, generator: torch.Generator
-) -> Tensor:
-    """[B, 2, T, M], the second half of the batch through the audio VAE."""
-    mel = mel_of(scenes, num_frames, vae.encoder.config, device)
-    latents = vae.encoder(mel)
-    noise = torch.randn(latents.shape, generator=generator, device=device)
-    through = vae.decoder(latents + LATENT_NOISE * noise)
+def heard_mel(mel: Tensor, noise: Tensor, vae: AudioVae) -> Tensor:
+    """``mel`` [B, 2, T, M], the second half of the batch through the audio VAE with noise on its latents."""
+    through = vae.decoder(vae.encoder(mel) + LATENT_NOISE * noise)
     mel = mel[:, :, : through.shape[2]]
     half = len(mel) // 2
     return torch.cat([mel[:half], through[half:]])
@@ -70,7 +103,7 @@ def spectral_loss(made: Tensor, true: Tensor) -> Tensor:
             continue
         a, b = _magnitudes(made, length), _magnitudes(true, length)
         losses.append((a - b).norm() / b.norm().clamp(min=1e-6))
-        losses.append(((a + FLOOR).log() - (b + FLOOR).log()).abs().mean())
+        losses.append(LOG_WEIGHT * ((a + FLOOR).log() - (b + FLOOR).log()).abs().mean())
     return torch.stack(losses).mean()
 
 

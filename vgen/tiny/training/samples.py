@@ -1,0 +1,196 @@
+"""What a stage makes, looked at while it trains: pictures, and how many clips do what their captions say.
+
+Shapes: B clips, C channels, F frames, H, W pixels, S video tokens, A audio tokens, L text tokens, N audio samples.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+
+from vgen.config import ClipSize, TrainConfig
+from vgen.diffusion.guidance import UNCOND, Guidance, apply_guidance
+from vgen.diffusion.schedule import build_sigmas
+from vgen.diffusion.solver import to_x0
+from vgen.media import to_uint8
+from vgen.models.ltx2.audio_vae import AudioDecoder
+from vgen.models.ltx2.geometry import Geometry
+from vgen.models.ltx2.video_vae import PerChannelStatistics
+from vgen.models.ltx2.vocoder import Vocoder
+from vgen.stages.denoise import denoise
+from vgen.stages.latents import Latents, unpack_audio, unpack_video
+from vgen.tiny.grammar import Split, captions, parse
+from vgen.tiny.score import Score, score
+from vgen.tiny.sheets import COLUMNS, Entry, contact_sheet, pick_frames
+from vgen.tiny.training.captions import text_tokens, with_dropout
+from vgen.tiny.training.data import scenes_of, video_of
+from vgen.tiny.training.diffusion import DiffusionModel, Noisy
+from vgen.tiny.training.video_vae import encode_means
+
+SPLITS: tuple[Split, ...] = ("seen", "heldout")
+PICTURE, SOUND = ("shape", "colour", "motion"), ("pitch", "loudness")
+
+Tokens = tuple[Tensor, Tensor]
+"""``input_ids`` and ``attention_mask``."""
+
+Make = Callable[[Tokens], tuple[Tensor, Tensor]]
+"""Captions' tokens int64 [B, L] to the clips' video and audio tokens: ``generate`` with all else given."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """What was made of a caption. ``frames``: uint8 [F, H, W, 3]; ``score``: against all that the caption asks for."""
+
+    split: Split
+    caption: str
+    frames: NDArray[np.uint8]
+    score: Score
+
+
+@dataclass(frozen=True, eq=False)
+class Decoders:
+    """What makes clips of tokens; ``video`` is diffusers' twin of the video VAE, whose latents have ``statistics``."""
+
+    video: Any
+    statistics: PerChannelStatistics
+    audio: AudioDecoder
+    vocoder: Vocoder
+
+
+@torch.no_grad()
+def generate(
+    model: DiffusionModel,
+    tokens: Tokens,
+    empty: Tokens,
+    geometry: Geometry,
+    steps: int,
+    cfg_scale: float,
+    generator: torch.Generator,
+    first_frame: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalized video tokens [B, S, C] and audio tokens [B, A, C] of captions, by the pipeline's schedule and steps.
+
+    ``tokens`` int64 [B, L]; ``empty`` [L], those of no caption; ``first_frame`` [B, tokens of a frame, C] is held.
+    """
+    device, count, guidance = generator.device, len(tokens[0]), Guidance(cfg_scale=cfg_scale)
+    config = model.transformer.config
+    video = torch.randn(count, geometry.grid_tokens, config.in_channels, generator=generator, device=device)
+    audio = torch.randn(count, geometry.audio_tokens, config.audio_in_channels, generator=generator, device=device)
+    given = torch.zeros(video.shape[:2], dtype=torch.bool, device=device)
+    if first_frame is not None:
+        video[:, : geometry.frame_tokens] = first_frame
+        given[:, : geometry.frame_tokens] = True
+    contexts = {"cond": model.contexts(*tokens)}
+    if guidance.weights():
+        everywhere = torch.ones(count, dtype=torch.bool, device=device)
+        contexts[UNCOND] = model.contexts(*with_dropout(tokens, empty, everywhere))
+
+    def predict(latents: Latents, sigma: Tensor, step: int) -> Latents:  # noqa: ARG001
+        assert latents.audio is not None
+        # There is no true velocity to tell the model's from.
+        noisy = Noisy(latents.video, latents.audio, latents.video, latents.audio, sigma.expand(count), given)
+        velocities = {name: model.velocities(noisy, context, geometry) for name, context in contexts.items()}
+        token_sigma = torch.where(given, 0.0, sigma)
+        video = {name: to_x0(latents.video, token_sigma, velocity) for name, (velocity, _) in velocities.items()}
+        audio = {name: to_x0(latents.audio, sigma, velocity) for name, (_, velocity) in velocities.items()}
+        return Latents(apply_guidance(video["cond"], video, guidance), apply_guidance(audio["cond"], audio, guidance))
+
+    sigmas = build_sigmas(steps, schedule="official", video_tokens=geometry.video_tokens).to(device)
+    made = denoise(predict, Latents(video, audio), sigmas)
+    assert made.audio is not None
+    return made.video, made.audio
+
+
+def judge(
+    make: Make,
+    decoders: Decoders,
+    geometry: Geometry,
+    config: TrainConfig,
+    max_length: int,
+    device: torch.device,
+    count: int = 32,
+) -> list[Clip]:
+    """Clips of ``count`` seen captions, then of as many held-out ones, all made in one batch; wordings take turns."""
+    asked = [
+        (split, wordings[index % len(wordings)])
+        for split in SPLITS
+        for index, wordings in enumerate(map(captions, scenes_of(config, 0, count, split)))
+    ]
+    video, audio = make(text_tokens([text for _, text in asked], max_length, device))
+    frames, waveforms = decode_video(decoders, video, geometry), decode_audio(decoders, audio)
+    rate = decoders.vocoder.output_sample_rate
+    return [
+        Clip(split, text, shown, score(shown, heard, rate, parse(text)))
+        for (split, text), shown, heard in zip(asked, frames, waveforms, strict=True)
+    ]
+
+
+def adherence(clips: Sequence[Clip]) -> dict[str, float]:
+    """Shares, by split, of the clips that have what their captions ask for.
+
+    Of each attribute where it is asked for; ``picture`` is shape, colour and motion, ``passed`` the sound as well.
+    """
+    shares = {}
+    for split in SPLITS:
+        scores = [clip.score for clip in clips if clip.split == split]
+        right = {name: [getattr(one, name) for one in scores] for name in (*PICTURE, *SOUND, "passed")}
+        right["picture"] = [all(of_one) for of_one in zip(*(right[name] for name in PICTURE), strict=True)]
+        for name, values in right.items():
+            asked = [value for value in values if value is not None]
+            shares.update({f"{split}_{name}": sum(asked) / len(asked)} if asked else {})
+    return shares
+
+
+def generations(clips: Sequence[Clip], count: int = 4) -> Image:
+    """First, middle and last frames of ``count`` clips of each split, at most 8, over captions; failed ones marked."""
+    shown = [clip for split in SPLITS for clip in [one for one in clips if one.split == split][:count]]
+    return contact_sheet(
+        [
+            Entry(
+                pick_frames(clip.frames),
+                f"{clip.split}: {clip.caption}",
+                tuple(name for name in (*PICTURE, *SOUND) if getattr(clip.score, name) is False),
+            )
+            for clip in shown
+        ]
+    )
+
+
+@torch.no_grad()
+def reconstructions(vae: Any, config: TrainConfig, size: ClipSize, device: torch.device, count: int = 8) -> Image:
+    """First, middle and last frames of held-out clips, at most 8, and below each line those of their round trips."""
+    video = video_of(scenes_of(config, 0, count, "heldout"), size, device)
+    decoded = vae.decode(encode_means(vae, video), return_dict=False)[0].clamp(-1, 1)
+    decibels = -10 * ((decoded - video) / 2).square().mean(dim=(1, 2, 3, 4)).clamp(min=1e-10).log10()
+    true = [Entry(pick_frames(frames), f"clip {index}") for index, frames in enumerate(_frames(video))]
+    made = [
+        Entry(pick_frames(frames), f"clip {index}, round trip: {decibels[index]:.1f} dB")
+        for index, frames in enumerate(_frames(decoded))
+    ]
+    lines = [slice(start, start + COLUMNS) for start in range(0, count, COLUMNS)]
+    return contact_sheet([entry for line in lines for entry in (*true[line], *made[line])])
+
+
+@torch.no_grad()
+def decode_video(decoders: Decoders, tokens: Tensor, geometry: Geometry) -> list[NDArray[np.uint8]]:
+    """Frames uint8 [F, H, W, 3] of each clip of normalized ``tokens`` [B, S, C]."""
+    latents = decoders.statistics(unpack_video(tokens, geometry))
+    return _frames(decoders.video.decode(latents, return_dict=False)[0])
+
+
+@torch.no_grad()
+def decode_audio(decoders: Decoders, tokens: Tensor) -> NDArray[np.float32]:
+    """Waveforms [B, 2, N] of normalized ``tokens`` [B, A, C]."""
+    latents = unpack_audio(tokens, decoders.audio.config.latent_mel_bins)
+    waveforms: NDArray[np.float32] = decoders.vocoder(decoders.audio(latents)).float().cpu().numpy()
+    return waveforms
+
+
+def _frames(video: Tensor) -> list[NDArray[np.uint8]]:
+    """Frames uint8 [F, H, W, 3] of each clip of ``video`` [B, 3, F, H, W] in about -1..1."""
+    return [to_uint8(clip).cpu().numpy() for clip in video.split(1)]
