@@ -68,8 +68,8 @@ def plan_steps(
 
 
 def switch_step(plans: tuple[StepPlan, ...]) -> int | None:
-    """The first step of the other expert, from 1; None if there is no change. The one to have its weights ready for."""
-    return next((i for i, (one, two) in enumerate(pairwise(plans), start=0) if one.expert != two.expert), None)
+    """Index of the first step of the second expert, by when its weights are needed; None without a change."""
+    return next((i for i, (one, two) in enumerate(pairwise(plans), start=1) if one.expert != two.expert), None)
 
 
 @dataclass(frozen=True)
@@ -92,5 +92,5 @@ OFFICIAL_SAMPLING: Mapping[str, OfficialSampling] = {
     "wan21_i2v_14b_720p": OfficialSampling(40, 5.0, 5.0),
 }
 """By the name of the configuration. The official notes advise shift 8 to 12 and guidance 6 for 2.1 1.3B, and shift 3
-for image-to-video at 480p. Scheduler files of A14B folders say shift 3, which does not give the official videos.
+for image-to-video at 480p. The scheduler files that diffusers converts A14B to say shift 3, not the official one.
 """
