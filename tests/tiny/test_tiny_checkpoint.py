@@ -35,10 +35,10 @@ LARGEST = 20e6
 """Bytes of the whole folder."""
 
 LEAST_PSNR = 100.0
-"""Decibels between the pictures of both codes. Measured: 135 with random weights, where rounding alone is left."""
+"""Decibels between the pictures of both codes. Measured: 115, which is rounding."""
 
 LARGEST_ERROR = 1e-5
-"""Between waveforms or latents, as a part of the largest value. Measured: 2e-6."""
+"""Between waveforms or latents, as a part of the largest value. Measured: 1.3e-6."""
 
 CPU = torch.device("cpu")
 STEPS = 6

@@ -33,7 +33,7 @@ FRAMES = 5
 
 _HEIGHT, _GAP, _TEXT, _SPECTRUM = 96, 6, 170, 120
 _HIGHEST_HZ = 2500
-_COLOURS = 128
+_COLOURS = 256
 """Of the palette: so it stays below 200 kB."""
 
 
@@ -63,7 +63,7 @@ def strip_of(folder: Path) -> Image.Image:
     for row in rows:
         strip.paste(row, (0, top))
         top += row.height
-    return strip.quantize(_COLOURS, dither=Image.Dither.NONE)
+    return strip.quantize(_COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
 
 
 def _row(folder: Path, output: Mapping[str, Any], request: Mapping[str, Any]) -> Image.Image:
