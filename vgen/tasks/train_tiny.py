@@ -1,7 +1,7 @@
 """``task=train_tiny``: one stage of training the tiny LTX-2, or the export of all of them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,17 @@ from vgen.tiny.training import captions, diffusion, latents, loop, samples, upsa
 from vgen.tiny.training import vocoder as voice
 from vgen.tiny.training.data import scenes_of
 from vgen.tiny.training.export import export
-from vgen.tiny.training.store import load_average
-from vgen.typed import ConfigurationError
-
-SAMPLE_STEPS, SAMPLE_CFG_SCALE = 20, 3.0
+from vgen.tiny.training.store import fill, load_average
 
 MEAN, STD = "mean-of-means", "std-of-means"
 
 
 def run(context: TaskContext) -> RankResult:
     config = context.job.config.train
-    if config.folder is None:
-        raise ConfigurationError(
-            "train.folder is not set; give the folder that keeps the stages: train.folder=<folder>"
-        )
-    if context.job.config.parallel.data_size > 1:
-        raise ConfigurationError("task=train_tiny runs on one device; use parallel.data_size=1")
-    _require_diffusers()
+    assert config.folder is not None
     # Of the matrix products that autocast leaves in fp32; convolutions take TF32 as they are.
     torch.backends.cuda.matmul.allow_tf32 = True
-    STAGES[config.stage](context, Path(config.folder))
+    STAGES[config.stage](context, Path(config.folder).expanduser())
     return RankResult()
 
 
@@ -52,14 +43,14 @@ def train_video_vae(context: TaskContext, folder: Path) -> None:
         vae.to(memory_format=torch.channels_last_3d)
 
     def look(step: int) -> None:
-        _show(context, folder, samples.reconstructions(vae, config, config.sizes[0], device), step)
+        _show(context, folder, samples.reconstructions(vae, config, device), step)
 
     training = _train(context, folder, vae, video_vae.video_objective(vae, config, device), look)
     _take_averages(training)
     look(training.step)
     # Measured once, when the weights are final: a state that is gone on from has them too, and measures again.
     vae.latents_mean, vae.latents_std = video_vae.measure_statistics(vae, config, device)
-    _finish(context, folder, training, video_vae.peak_ratio(vae, config, config.sizes[0], device))
+    _finish(context, folder, training, video_vae.peak_ratio(vae, config, device))
 
 
 def train_audio_vae(context: TaskContext, folder: Path) -> None:
@@ -69,7 +60,7 @@ def train_audio_vae(context: TaskContext, folder: Path) -> None:
     training = _train(context, folder, vae, audio.audio_objective(vae, config, device))
     _take_averages(training)
     _set_statistics(vae, audio.measure_statistics(vae, config, device))
-    _finish(context, folder, training, {})
+    _finish(context, folder, training)
 
 
 def train_vocoder(context: TaskContext, folder: Path) -> None:
@@ -92,15 +83,18 @@ def train_diffusion(context: TaskContext, folder: Path) -> None:
     vocoder = _loaded(Vocoder(job.architecture.vocoder), folder, "vocoder", device)
     decoders = samples.Decoders(vae, statistics, sounds.decoder, vocoder)
     geometry, length = turns[0].geometry, job.config.model.text_encoder.max_length
+    sampler = job.config.sampler
 
     def look(step: int) -> None:
         # The same noise each time, so that the pictures can be compared.
         generator = torch.Generator(device).manual_seed(config.seed)
 
         def make(tokens: samples.Tokens) -> tuple[Tensor, Tensor]:
-            return samples.generate(model, tokens, turns[0].empty, geometry, SAMPLE_STEPS, SAMPLE_CFG_SCALE, generator)
+            return samples.generate(
+                model, tokens, turns[0].empty, geometry, sampler.steps, sampler.video.cfg_scale, generator
+            )
 
-        clips = samples.judge(make, decoders, geometry, config, length, device, config.judged_clips)
+        clips = samples.judge(make, decoders, geometry, config, length, device)
         _show(context, folder, samples.generations(clips), step)
         _note(context, folder, step, samples.adherence(clips))
 
@@ -138,7 +132,8 @@ def train_upsampler(context: TaskContext, folder: Path) -> None:
         latents.video_table(vae, statistics, config, one, device) for one in (upsampler.half_of(size), size)
     )
     module.to(device)
-    _train(context, folder, module, upsampler.upsampler_objective(module, small, large, statistics, config))
+    training = _train(context, folder, module, upsampler.upsampler_objective(module, small, large, statistics, config))
+    _finish(context, folder, training)
 
 
 def export_all(context: TaskContext, folder: Path) -> None:
@@ -185,14 +180,16 @@ def _take_averages(training: loop.Training) -> None:
     training.module.eval()
 
 
-def _finish(context: TaskContext, folder: Path, training: loop.Training, measured: dict[str, float]) -> None:
+def _finish(
+    context: TaskContext, folder: Path, training: loop.Training, measured: Mapping[str, float] | None = None
+) -> None:
     """Store the statistics beside the state, and what was measured beside the losses."""
     loop.store_buffers(training.module, folder / f"{context.job.config.train.stage}.safetensors")
     if measured:
         _note(context, folder, training.step, measured)
 
 
-def _note(context: TaskContext, folder: Path, step: int, measured: dict[str, float]) -> None:
+def _note(context: TaskContext, folder: Path, step: int, measured: Mapping[str, float]) -> None:
     """Put what was measured beside the losses."""
     stage = context.job.config.train.stage
     loop.append(folder / f"{stage}.jsonl", {"step": step, **measured})
@@ -214,7 +211,7 @@ def _seeded(seed: int, build: Callable[[], Any]) -> Any:
 
 def _loaded(module: Any, folder: Path, stage: str, device: torch.device) -> Any:
     """The averaged weights of an earlier stage, frozen."""
-    module.load_state_dict(load_average(folder, stage))
+    fill(module, load_average(folder, stage), folder / f"{stage}.safetensors")
     return module.to(device).eval().requires_grad_(False)
 
 
@@ -231,12 +228,3 @@ def _set_statistics(vae: audio.AudioVae, values: tuple[Tensor, Tensor] | None) -
         for name, value in zip((MEAN, STD), values or (torch.zeros(()), torch.ones(())), strict=True):
             buffer = half.per_channel_statistics.get_buffer(name)
             buffer.copy_(value.expand_as(buffer))
-
-
-def _require_diffusers() -> None:
-    try:
-        import diffusers  # noqa: F401
-    except ImportError:
-        raise ConfigurationError(
-            "task=train_tiny needs diffusers, which is not installed; pip install 'vgen[train]'"
-        ) from None
