@@ -39,10 +39,12 @@ def check(*overrides: str, num_gpus: int | None = 0) -> Config:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_validates(group: str, option: str, tmp_path: Path) -> None:
-    overrides = [f"{'+' if group == 'experiment' else ''}{group}={option}"]
-    if (group, option) == ("task", "decode"):
+    overrides = [f"{group}={option}"]
+    if option == "decode":
         overrides.append(f"task.latents={tmp_path}")
-    config = check(*(["experiment=" + option] if group == "experiment" else overrides))
+    if option.startswith("train_"):
+        overrides += [f"train.folder={tmp_path}", "model.weights=random"]
+    config = check(*overrides)
     assert from_mapping(to_mapping(config)) == config
 
 

@@ -216,7 +216,7 @@ class TrainConfig:
     minutes: float | None
     """Wall-clock limit of a stage's steps, after which its state is stored."""
     sizes: tuple[ClipSize, ...]
-    """Sizes of the clips of the VAEs and the vocoder, one after another; the first is also the upsampler's."""
+    """Sizes of the clips of the VAEs, one after another; the first is also the upsampler's, and what is measured on."""
     diffusion_sizes: tuple[ClipSize, ...]
     """Sizes of the clips that the diffusion learns to make, one after another."""
     table_clips: int

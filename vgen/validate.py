@@ -7,7 +7,16 @@ from pathlib import Path
 
 from vgen import media_probe
 from vgen.checkpoint_files import Checkpoint
-from vgen.config import Config, GuidanceConfig, RequestConfig, SamplerConfig, ScoreConfig, VaeConfig
+from vgen.config import (
+    ClipSize,
+    Config,
+    GuidanceConfig,
+    RequestConfig,
+    SamplerConfig,
+    ScoreConfig,
+    TrainConfig,
+    VaeConfig,
+)
 from vgen.models.ltx2.config import VIDEO_COMPRESSION, LTX2Config
 from vgen.parallel.tiles import TileSettings
 from vgen.requests import Request
@@ -37,6 +46,8 @@ def validate(
     _validate_output(config)
     if config.task.name == "score":
         _validate_score(config.score, config.request)
+    if config.task.name == "train_tiny":
+        _validate_training(config, architecture)
     for request in requests:
         validate_request(request, several=len(requests) > 1)
         if config.task.name == "bench_step" and not request.has_audio:
@@ -194,6 +205,66 @@ def _validate_score(score: ScoreConfig, request: RequestConfig) -> None:
         raise ConfigurationError("request.num_frames=1 has no motion that task=score could judge; use 9 or more")
 
 
+MOST_DIFFUSION_SIZES = 4
+"""Of one training: the transformer keeps its position tables for as many, and captured steps read them in place."""
+
+
+def _validate_training(config: Config, architecture: LTX2Config) -> None:
+    train = config.train
+    if train.folder is None:
+        raise ConfigurationError("train.folder is not set; give the folder that keeps the stages: train.folder=FOLDER")
+    if config.parallel.data_size > 1:
+        raise ConfigurationError("task=train_tiny runs on one device; use parallel.data_size=1")
+    if architecture.version != "2.0" or config.model.weights != "random":
+        raise ConfigurationError(
+            f"task=train_tiny trains LTX-2 2.0 from nothing, not model={config.model.name} with "
+            f"model.weights={config.model.weights}; use experiment=train_ltx2_tiny"
+        )
+    _validate_training_sizes(train)
+    for name in ("table_clips", "table_captions", "judged_clips", "upsampler_channels"):
+        if getattr(train, name) < 1:
+            raise ConfigurationError(f"train.{name}={getattr(train, name)} is too few; give 1 or more")
+    for name in ("caption_dropout", "unknown_words", "image_conditioning"):
+        if not 0 <= getattr(train, name) <= 1:
+            raise ConfigurationError(f"train.{name}={getattr(train, name)} is no part of 1; give 0 to 1")
+    for field in dataclasses.fields(train.stages):
+        stage = getattr(train.stages, field.name)
+        for name in ("steps", "batch_size"):
+            if getattr(stage, name) < 1:
+                raise ConfigurationError(
+                    f"train.stages.{field.name}.{name}={getattr(stage, name)} is too few; give 1 or more"
+                )
+
+
+def _validate_training_sizes(train: TrainConfig) -> None:
+    for group in ("sizes", "diffusion_sizes"):
+        sizes = getattr(train, group)
+        if not sizes:
+            raise ConfigurationError(f"train.{group}=[] has no clips; give one size or more")
+        for index, size in enumerate(sizes):
+            _validate_size(f"train.{group}[{index}]", size)
+    # Halved for the upsampler.
+    time, *space = VIDEO_COMPRESSION
+    for name, step in zip(("height", "width"), space, strict=True):
+        _validate_multiple(
+            f"train.sizes[0].{name}", getattr(train.sizes[0], name), 2 * step, offset=0, smallest=2 * step
+        )
+    different = set(train.diffusion_sizes)
+    tokens = {(size.num_frames // time + 1) * size.height * size.width for size in different}
+    if len(tokens) < len(different) or len(tokens) > MOST_DIFFUSION_SIZES:
+        raise ConfigurationError(
+            f"train.diffusion_sizes has {len(different)} sizes with {len(tokens)} different numbers of tokens; give at "
+            f"most {MOST_DIFFUSION_SIZES}, each with a number of its own"
+        )
+
+
+def _validate_size(where: str, size: Request | ClipSize) -> None:
+    time, *space = VIDEO_COMPRESSION
+    for name, step in zip(("height", "width"), space, strict=True):
+        _validate_multiple(f"{where}.{name}", getattr(size, name), step, offset=0, smallest=2 * step)
+    _validate_multiple(f"{where}.num_frames", size.num_frames, time, offset=1, smallest=1)
+
+
 def validate_request(request: Request, several: bool = False) -> None:
     """Sizes the model can make: multiples of the VAE's compression, ``8k + 1`` frames.
 
@@ -201,10 +272,7 @@ def validate_request(request: Request, several: bool = False) -> None:
         ConfigurationError: with the two nearest legal values.
     """
     where = f"request {request.index}: " if several else ""
-    time, *space = VIDEO_COMPRESSION
-    for name, step in zip(("height", "width"), space, strict=True):
-        _validate_multiple(f"{where}request.{name}", getattr(request, name), step, offset=0, smallest=2 * step)
-    _validate_multiple(f"{where}request.num_frames", request.num_frames, time, offset=1, smallest=1)
+    _validate_size(f"{where}request", request)
     if not (math.isfinite(request.fps) and 1 <= request.fps <= 240):
         raise ConfigurationError(f"{where}request.fps={request.fps} is outside 1 to 240 frames per second")
     if not 0 <= request.seed < 2**63:

@@ -53,7 +53,12 @@ def test_the_tables_have_the_numbers_of_the_files(
 
 
 def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments, message in (([tmp_path / "no"], "train.folder"), ([folder, "--score", tmp_path / "no"], "no")):
+    other = folder / "video_vae.jsonl"
+    for arguments, message in (
+        ([tmp_path / "no"], "give a train.folder"),
+        ([folder, "--score", tmp_path / "no"], "No such file"),
+        ([folder, "--score", other], "video_vae.jsonl is not what task=score writes"),
+    ):
         monkeypatch.setattr(sys, "argv", ["card", *map(str, arguments)])
         with pytest.raises(SystemExit, match=message):
             card.main()

@@ -263,7 +263,8 @@ def judged(job: Job, count: int, change: Callable[[Scene], Scene] = lambda scene
     scenes = [scene for split in samples.SPLITS for scene in data.scenes_of(config, 0, count, split)]
     puppet = Puppet([change(scene) for scene in scenes])
     size = type(config.sizes[0])(Puppet.frames, 64, 64)
-    return samples.judge(puppet.make, puppet.decoders, latents.geometry_of(size), config, LENGTH, CPU, count=count)
+    config = replace(config, judged_clips=count)
+    return samples.judge(puppet.make, puppet.decoders, latents.geometry_of(size), config, LENGTH, CPU)
 
 
 def changed(name: str, first: str, second: str) -> Callable[[Scene], Scene]:
@@ -337,10 +338,9 @@ class Mirror:
 def test_a_reconstruction_sheet_has_each_line_of_clips_above_its_round_trips(job: Job, entries: None) -> None:
     config = job.config.train
     vae: Any = Mirror(0.5)
-    sheet: Any = samples.reconstructions(vae, config, config.sizes[0], CPU, count=6)
-    video = data.video_of(data.scenes_of(config, 0, 6, "heldout"), config.sizes[0], CPU)
-    order = [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (0, 0.5), (1, 0.5), (2, 0.5), (3, 0.5)]
-    order += [(4, 1.0), (5, 1.0), (4, 0.5), (5, 0.5)]
+    sheet: Any = samples.reconstructions(vae, config, CPU)
+    video = data.video_of(data.scenes_of(config, 0, 8, "heldout"), config.sizes[0], CPU)
+    order = [(clip, gain) for first in (0, 4) for gain in (1.0, 0.5) for clip in range(first, first + 4)]
     for entry, (clip, gain) in zip(sheet, order, strict=True):
         np.testing.assert_array_equal(entry.frames, to_uint8(gain * video[clip][None]).numpy()[[0, 4, 8]])
         decibels = -10 * float((video[clip] / 4).square().mean().log10())
@@ -348,7 +348,7 @@ def test_a_reconstruction_sheet_has_each_line_of_clips_above_its_round_trips(job
 
 
 def test_it_runs_on_what_training_trains(job: Job, model: diffusion.DiffusionModel, geometry: Any) -> None:
-    architecture, config = job.architecture, job.config.train
+    architecture, config = job.architecture, replace(job.config.train, judged_clips=2)
     torch.manual_seed(0)
     vae: Any = video_vae.build_video_vae(architecture).eval()
     statistics = PerChannelStatistics(len(vae.latents_mean))
@@ -358,8 +358,8 @@ def test_it_runs_on_what_training_trains(job: Job, model: diffusion.DiffusionMod
         return samples.generate(model, tokens, EMPTY, geometry, 2, 3.0, seeded())
 
     decoders = samples.Decoders(vae, statistics, sounds.decoder, vocoder)
-    clips = samples.judge(make, decoders, geometry, config, LENGTH, CPU, count=2)
+    clips = samples.judge(make, decoders, geometry, config, LENGTH, CPU)
     shares = samples.adherence(clips)
     assert len(clips) == 4 and all(0 <= share <= 1 for share in shares.values())
     assert samples.generations(clips).size[0] > 3 * 64
-    assert samples.reconstructions(vae, config, config.sizes[0], CPU, count=4).size[0] > 3 * 64
+    assert samples.reconstructions(vae, config, CPU).size[0] > 3 * 64

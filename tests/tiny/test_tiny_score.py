@@ -223,6 +223,16 @@ def test_two_shapes_or_a_long_one_are_none() -> None:
     assert none_right(judged(scene(), np.repeat(one[:, :40], 3, axis=1)))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_that_is_much_longer_than_wide_is_none(shape) -> None:
+    one = scene(shape=shape, background="black")
+    frames = draw(one)
+    middle = frames[:, 24:72]
+    assert judged(one, frames).passed
+    for longer in (np.repeat(frames, 2, axis=2), np.repeat(middle, 2, axis=1)):
+        assert none_right(judged(one, longer))
+
+
 def test_a_shape_that_is_missing_half_of_the_time_is_none() -> None:
     frames = draw(scene(background="black"))
     frames[1::2] = frames[0, 0, 0]

@@ -290,9 +290,10 @@ def test_the_strip_has_a_row_for_each_clip_and_stays_small(tmp_path: Path, monke
 def test_the_strip_makes_its_run_from_valid_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Request] = []
 
-    def run(arguments: list[str], check: bool) -> None:
+    def run(arguments: list[str], check: bool) -> Any:
         overrides = [one for one in arguments[3:] if one.startswith("request.")]
         made.extend(job_of(tmp_path, "task=generate", *overrides).requests)
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(strip.subprocess, "run", run)
     strip.make_run(tmp_path)

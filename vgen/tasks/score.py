@@ -35,7 +35,7 @@ from vgen.stages.decode import Sound, decode_audio
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.tiny.grammar import PITCHES_HZ, Scene, Split, caption, captions, parse, sample_scene
 from vgen.tiny.render import render, render_sound, render_video
-from vgen.tiny.score import Score, measure_sound, score
+from vgen.tiny.score import SAME_FREQUENCY, Score, frequency_error, measure_sound, score
 from vgen.tiny.sheets import MOST_CLIPS, Entry, contact_sheet, pick_frames
 
 notice = logging.getLogger("vgen.notice")
@@ -48,9 +48,6 @@ ATTRIBUTES = ("shape", "colour", "motion", "pitch", "loudness")
 
 SAMPLE_RATE = 16000
 """Of rendered sound."""
-
-SAME_FREQUENCY = 0.03
-"""A round trip keeps a tone if its peak frequency is off by at most this part of it."""
 
 EQUAL_DB = 100.0
 """PSNR of equal pictures."""
@@ -88,11 +85,6 @@ class RoundTrip:
     psnr_db: float
     frequency_hz: float
     found_hz: float | None
-
-    @property
-    def frequency_error(self) -> float:
-        """As a part of the frequency; 1 for silence."""
-        return 1.0 if self.found_hz is None else abs(self.found_hz / self.frequency_hz - 1)
 
 
 class ClipSink:
@@ -259,8 +251,9 @@ def _write(context: TaskContext, outcomes: Sequence[Outcome], trips: Sequence[Ro
             sheet = contact_sheet(entries)
             with atomic_file(out_dir / f"{part}.png") as temporary:
                 sheet.save(temporary, "PNG")
-            context.log_image(f"score/{part}", sheet, None)
-    context.log(dict(_numbers("score", results)), None)
+            context.log_image(f"score/{part}", sheet, 0)
+    # All in the tracker's first row: the times of steps follow, from step 0 on.
+    context.log(dict(_numbers("score", results)), 0)
 
 
 def _entry(outcome: Outcome, frames: Frames) -> Entry:
@@ -284,7 +277,7 @@ def summarise(outcomes: Sequence[Outcome], trips: Sequence[RoundTrip]) -> dict[s
     if outcomes:
         results["dataset"] = _shares([one.own for one in outcomes])
     if trips:
-        errors = [one.frequency_error for one in trips]
+        errors = [frequency_error(one.found_hz, one.frequency_hz) for one in trips]
         results["round_trips"] = {
             "count": len(trips),
             "video_psnr_db": _spread([one.psnr_db for one in trips]),

@@ -58,6 +58,16 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
+def _read_score(path: Path) -> dict[str, Any]:
+    try:
+        score = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        score = None
+    if not isinstance(score, dict) or not all(isinstance(part, dict) for part in score.values()):
+        raise ConfigurationError(f"{path} is not what task=score writes; give its score.json")
+    return score
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m vgen.tiny.card", description="Tables of the model card.")
     parser.add_argument("folder", type=Path, help="the train.folder")
@@ -66,7 +76,7 @@ def main() -> None:
     try:
         tables = [training_table(read_histories(given.folder))]
         if given.score:
-            tables.append(score_tables(json.loads(given.score.read_text(encoding="utf-8"))))
+            tables.append(score_tables(_read_score(given.score)))
     except (ConfigurationError, OSError) as error:
         sys.exit(str(error))
     sys.stdout.write("\n\n".join(tables) + "\n")

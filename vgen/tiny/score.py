@@ -42,6 +42,12 @@ LARGEST_WANDER = 0.05
 LARGEST_SPREAD = 0.26
 """Second moment over squared area: circle 0.159, square 0.167, triangle 0.192; a long or torn region has more."""
 
+LARGEST_STRETCH = 0.3
+"""|sum of z^2| over the second moment: 0 for circle, square and triangle, 0.3 for an ellipse 1.36 as long as wide.
+
+Long ellipses and rectangles have the other moments of a square or a circle.
+"""
+
 TRIANGLE_MOMENT = 0.0675
 """|sum of z^3| over area^2.5 of an equilateral triangle, z = x + iy from the centroid; 0 for circle and square."""
 
@@ -56,6 +62,9 @@ LEAST_SATURATION = 0.35
 
 PITCH_TOLERANCE = 0.06
 """A semitone."""
+
+SAME_FREQUENCY = 0.03
+"""Part of a tone's frequency by which it may be off after encoders, decoders and vocoder."""
 
 LEAST_TONE = 0.3
 """Part of the sound's energy that must be at its peak frequency."""
@@ -81,6 +90,8 @@ class Picture:
     area: float | None = None
     """Part of the frame."""
     spread: float | None = None
+    stretch: float | None = None
+    """How far the shape is longer in one direction than across: 0 for ours, 1 for a line."""
     triangle: float | None = None
     """Threefold moment: 1 for a triangle, 0 for the others."""
     square: float | None = None
@@ -161,11 +172,13 @@ def measure_picture(frames: NDArray[np.uint8]) -> Picture:
     hue, saturation = _hue(rgb)
     area = float(np.mean([region.area for region in regions]))
     # Sums before magnitudes: what is by chance in single frames cancels.
-    spread, triangle, square = (
+    spread, stretch, triangle, square = (
         float(abs(np.mean([region.moments[order] for region in regions])) / area**power / unit)
-        for order, power, unit in ((2, 2.0, 1.0), (3, 2.5, TRIANGLE_MOMENT), (4, 3.0, SQUARE_MOMENT))
+        for order, power, unit in ((0, 2.0, 1.0), (2, 2.0, 1.0), (3, 2.5, TRIANGLE_MOMENT), (4, 3.0, SQUARE_MOMENT))
     )
-    ours = math.hypot(*travel) >= LEAST_TRAVEL and wander <= LARGEST_WANDER and spread <= LARGEST_SPREAD
+    stretch /= spread
+    moves = math.hypot(*travel) >= LEAST_TRAVEL and wander <= LARGEST_WANDER
+    ours = moves and spread <= LARGEST_SPREAD and stretch <= LARGEST_STRETCH
     return Picture(
         colour=_colour(hue, saturation) if ours else None,
         motion=_motion(travel) if ours else None,
@@ -178,6 +191,7 @@ def measure_picture(frames: NDArray[np.uint8]) -> Picture:
         wander=wander,
         area=area / (video.shape[1] * video.shape[2]),
         spread=spread,
+        stretch=stretch,
         triangle=triangle,
         square=square,
     )
@@ -207,6 +221,11 @@ def measure_sound(waveform: Array, sample_rate: int) -> Sound:
     return Sound(pitch=pitch, loudness=_loudness(peak), frequency_hz=float(frequency), tone=tone, peak=peak)
 
 
+def frequency_error(found_hz: float | None, true_hz: float) -> float:
+    """As a part of ``true_hz``; 1 for silence, which has no frequency."""
+    return 1.0 if found_hz is None else abs(found_hz / true_hz - 1)
+
+
 _TONE_ENERGY = 0.5 * sum(part**2 for part in HARMONICS) / sum(HARMONICS) ** 2
 """Mean square of a tone of amplitude 1."""
 
@@ -230,7 +249,7 @@ def _cover(bright: Array) -> Array | None:
 
 @dataclass(frozen=True)
 class _Region:
-    """The bright region of one frame, in pixels; ``moments[n]`` is the sum of z^n, |z|^2 for 2."""
+    """The bright region of one frame, in pixels; ``moments[n]`` is the sum of z^n, of |z|^2 for 0."""
 
     frame: int
     centre: complex
@@ -263,7 +282,7 @@ def _region(frame: int, picture: Array, cover: Array) -> _Region | None:
             return None
         centre = complex((near * place).sum() / area)
     z = place - centre
-    powers = {2: z * z.conj(), 3: z * z * z, 4: (z * z) * (z * z)}
+    powers = {0: z * z.conj(), 2: z * z, 3: z * z * z, 4: (z * z) * (z * z)}
     moments = {n: complex((near * power).sum()) for n, power in powers.items()}
     core = near >= min(0.99, float(near.max()))
     return _Region(frame, centre, area, moments, picture[window][core].mean(axis=0, dtype=np.float64))

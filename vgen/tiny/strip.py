@@ -50,7 +50,8 @@ def make_run(folder: Path) -> None:
         rows.append({"prompt": wording, "image": str(image)})
         prompts.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
         overrides = (f"hydra.run.dir={folder}", f"request.prompts_file={prompts}", "logger=none", "output.save=[mp4]")
-        subprocess.run([sys.executable, "-m", "vgen.run", *overrides], check=True)
+        if code := subprocess.run([sys.executable, "-m", "vgen.run", *overrides], check=False).returncode:
+            sys.exit(code)  # the run has said why
 
 
 def strip_of(folder: Path) -> Image.Image:

@@ -14,11 +14,9 @@ from vgen.models.ltx2.config import AUDIO_LATENTS_PER_SECOND, VIDEO_COMPRESSION
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.stages.latents import pack_audio
-from vgen.tiny.training.data import FPS, mel_of, scenes_of, video_of
+from vgen.tiny.training.data import BATCH, FPS, mel_of, scenes_of, video_of
 from vgen.tiny.training.loop import autocast
 from vgen.tiny.training.video_vae import encode_means
-
-BATCH = 256
 
 
 def geometry_of(size: ClipSize) -> Geometry:
@@ -35,17 +33,12 @@ def geometry_of(size: ClipSize) -> Geometry:
 
 @torch.no_grad()
 def video_table(
-    vae: Any,
-    statistics: PerChannelStatistics,
-    config: TrainConfig,
-    size: ClipSize,
-    device: torch.device,
-    first: int = 0,
+    vae: Any, statistics: PerChannelStatistics, config: TrainConfig, size: ClipSize, device: torch.device
 ) -> Tensor:
-    """Normalized latents [B, C, F, H, W] of ``table_clips`` clips, from scene number ``first``."""
+    """Normalized latents [B, C, F, H, W] of the first ``table_clips`` scenes."""
     parts = []
     for start in range(0, config.table_clips, BATCH):
-        scenes = scenes_of(config, first + start, min(BATCH, config.table_clips - start))
+        scenes = scenes_of(config, start, min(BATCH, config.table_clips - start))
         with autocast(device, config.stages.diffusion.autocast):
             parts.append(statistics.normalize(encode_means(vae, video_of(scenes, size, device))))
     return torch.cat(parts)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vgen.config import StageTraining
 from vgen.tiny.training.graphs import GraphedStep
-from vgen.tiny.training.store import load_state, part_of, save_state
+from vgen.tiny.training.store import fill, load_state, part_of, save_state
 
 FINAL_RATE = 0.02
 """Part of the learning rate that is left at the end."""
@@ -47,9 +47,6 @@ class Objective:
     """What one step is about, from its number and its own random numbers, which are on the device."""
     losses: Callable[[Batch], Losses]
     """Of it. Draws nothing and waits for nothing, so that a CUDA graph can hold it."""
-
-    def __call__(self, step: int, generator: torch.Generator) -> Losses:
-        return self.losses(self.draw(step, generator))
 
 
 @dataclass
@@ -122,6 +119,7 @@ def train(
             look(training.step)
             training.module.train()
         if time.perf_counter() - saved > SAVE_EVERY_S:
+            _numbers(training, losses, path)  # a state with weights that are no numbers could not go on
             store(training, path)
             saved = time.perf_counter()
     store(training, path)
@@ -141,7 +139,7 @@ def autocast(device: torch.device, enabled: bool) -> contextlib.AbstractContextM
 def rate(step: int, settings: StageTraining) -> float:
     """The learning rate of a step, from 0."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
-    warmed = min(1.0, (step + 1) / settings.warmup_steps)
+    warmed = min(1.0, (step + 1) / max(1, settings.warmup_steps))
     return settings.learning_rate * warmed * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
@@ -169,10 +167,19 @@ def _advance(training: Training) -> None:
         torch._foreach_lerp_(training.average, [p.detach() for p in training.parameters], 1 - decay)
 
 
+def _numbers(training: Training, values: Losses, path: Path) -> dict[str, float]:
+    numbers = {name: float(value) for name, value in values.items()}
+    for name in ("loss", "gradient"):
+        if not math.isfinite(numbers[name]):
+            raise FloatingPointError(
+                f"the {name} of step {training.step} is {numbers[name]}; lower "
+                f"train.stages.{path.stem}.learning_rate and go on from the last state"
+            )
+    return numbers
+
+
 def _log(training: Training, values: Losses, path: Path, log: Callable[[Mapping[str, Any], int], None]) -> None:
-    numbers = {name: float(value.detach()) for name, value in values.items()}
-    if not math.isfinite(numbers["loss"]):
-        raise FloatingPointError(f"the loss of step {training.step} is {numbers['loss']}; lower the learning rate")
+    numbers = _numbers(training, values, path)
     append(path.with_suffix(".jsonl"), {"step": training.step, "time_s": round(time.time(), 2), **numbers})
     log({f"{path.stem}/{name}": number for name, number in numbers.items()}, training.step)
 
@@ -183,24 +190,30 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def averaged(training: Training) -> dict[str, Tensor]:
-    """The module's tensors by name, parameters as their averages."""
-    average = dict(zip(map(id, training.parameters), training.average, strict=True))
-    return {name: average.get(id(t), t.detach()) for name, t in training.module.state_dict(keep_vars=True).items()}
-
-
 def store(training: Training, path: Path) -> None:
+    """Put the state at ``path``; averages are of parameters alone, buffers join them when a stage ends."""
     state = training.optimizer.state_dict()["state"]
     moments = {f"optimizer.{index}.{name}": value for index, one in state.items() for name, value in one.items()}
     weights = {f"weights.{name}": tensor for name, tensor in training.module.state_dict().items()}
-    average = {f"average.{name}": tensor for name, tensor in averaged(training).items()}
+    names = _parameter_names(training)
+    average = {f"average.{name}": tensor for name, tensor in zip(names, training.average, strict=True)}
     save_state(path, {**weights, **average, **moments}, training.step)
 
 
+def _parameter_names(training: Training) -> list[str]:
+    names = {id(tensor): name for name, tensor in training.module.state_dict(keep_vars=True).items()}
+    return [names[id(parameter)] for parameter in training.parameters]
+
+
 def store_buffers(module: nn.Module, path: Path) -> None:
-    """Put the buffers of ``module`` beside the averages at ``path``; the weights to go on from keep theirs."""
+    """Put the buffers of ``module`` beside the averages at ``path``; the weights to go on from keep theirs.
+
+    With them the stage has ended: ``load_average`` asks for them.
+    """
     tensors, step = load_state(path)
-    save_state(path, {**tensors, **{f"average.{name}": buffer for name, buffer in module.named_buffers()}}, step)
+    parameters = dict(module.named_parameters())
+    buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+    save_state(path, {**tensors, **{f"average.{name}": buffer for name, buffer in buffers.items()}}, step)
 
 
 def restore(training: Training, path: Path) -> None:
@@ -208,10 +221,9 @@ def restore(training: Training, path: Path) -> None:
     if not path.is_file():
         return
     tensors, training.step = load_state(path)
-    training.module.load_state_dict(part_of(tensors, "weights."))
-    names = {id(tensor): name for name, tensor in training.module.state_dict(keep_vars=True).items()}
-    for parameter, average in zip(training.parameters, training.average, strict=True):
-        average.copy_(tensors[f"average.{names[id(parameter)]}"])
+    fill(training.module, part_of(tensors, "weights."), path)
+    for name, average in zip(_parameter_names(training), training.average, strict=True):
+        average.copy_(tensors[f"average.{name}"])
     numbered = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
     moments: dict[int, dict[str, Tensor]] = {}
     for name, tensor in part_of(tensors, "optimizer.").items():

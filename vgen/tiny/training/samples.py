@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from vgen.config import ClipSize, TrainConfig
+from vgen.config import TrainConfig
 from vgen.diffusion.guidance import UNCOND, Guidance, apply_guidance
 from vgen.diffusion.schedule import build_sigmas
 from vgen.diffusion.solver import to_x0
@@ -30,7 +30,7 @@ from vgen.tiny.sheets import COLUMNS, Entry, contact_sheet, pick_frames
 from vgen.tiny.training.captions import text_tokens, with_dropout
 from vgen.tiny.training.data import scenes_of, video_of
 from vgen.tiny.training.diffusion import DiffusionModel, Noisy
-from vgen.tiny.training.video_vae import encode_means
+from vgen.tiny.training.video_vae import round_trip
 
 SPLITS: tuple[Split, ...] = ("seen", "heldout")
 PICTURE, SOUND = ("shape", "colour", "motion"), ("pitch", "loudness")
@@ -113,13 +113,12 @@ def judge(
     config: TrainConfig,
     max_length: int,
     device: torch.device,
-    count: int = 32,
 ) -> list[Clip]:
-    """Clips of ``count`` seen captions, then of as many held-out ones, all made in one batch; wordings take turns."""
+    """``judged_clips`` of seen captions, then of as many held-out ones, all in one batch; wordings take turns."""
     asked = [
         (split, wordings[index % len(wordings)])
         for split in SPLITS
-        for index, wordings in enumerate(map(captions, scenes_of(config, 0, count, split)))
+        for index, wordings in enumerate(map(captions, scenes_of(config, 0, config.judged_clips, split)))
     ]
     video, audio = make(text_tokens([text for _, text in asked], max_length, device))
     frames, waveforms = decode_video(decoders, video, geometry), decode_audio(decoders, audio)
@@ -161,18 +160,16 @@ def generations(clips: Sequence[Clip], count: int = 4) -> Image:
     )
 
 
-@torch.no_grad()
-def reconstructions(vae: Any, config: TrainConfig, size: ClipSize, device: torch.device, count: int = 8) -> Image:
-    """First, middle and last frames of held-out clips, at most 8, and below each line those of their round trips."""
-    video = video_of(scenes_of(config, 0, count, "heldout"), size, device)
-    decoded = vae.decode(encode_means(vae, video), return_dict=False)[0].clamp(-1, 1)
-    decibels = -10 * ((decoded - video) / 2).square().mean(dim=(1, 2, 3, 4)).clamp(min=1e-10).log10()
+def reconstructions(vae: Any, config: TrainConfig, device: torch.device) -> Image:
+    """First, middle and last frames of 8 held-out clips, and below each line those of their round trips."""
+    video = video_of(scenes_of(config, 0, 2 * COLUMNS, "heldout"), config.sizes[0], device)
+    decoded, decibels = round_trip(vae, video)
     true = [Entry(pick_frames(frames), f"clip {index}") for index, frames in enumerate(_frames(video))]
     made = [
         Entry(pick_frames(frames), f"clip {index}, round trip: {decibels[index]:.1f} dB")
         for index, frames in enumerate(_frames(decoded))
     ]
-    lines = [slice(start, start + COLUMNS) for start in range(0, count, COLUMNS)]
+    lines = slice(COLUMNS), slice(COLUMNS, None)
     return contact_sheet([entry for line in lines for entry in (*true[line], *made[line])])
 
 

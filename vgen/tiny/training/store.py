@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vgen.typed import ConfigurationError
 
@@ -34,12 +34,31 @@ def load_average(folder: Path, stage: str) -> dict[str, Tensor]:
     """The averaged weights of a stage, by their names in its module.
 
     Raises:
-        ConfigurationError: the stage was not trained in this folder.
+        ConfigurationError: the stage was not trained in this folder, or not to its end.
     """
     path = folder / f"{stage}.safetensors"
     if not path.is_file():
         raise ConfigurationError(f"there is no {path}; run train.stage={stage} with this train.folder first")
-    return part_of(load_state(path)[0], "average.")
+    tensors, step = load_state(path)
+    average = part_of(tensors, "average.")
+    if average.keys() != part_of(tensors, "weights.").keys():
+        raise ConfigurationError(f"{path} was left at step {step}; run train.stage={stage} again, which goes on there")
+    return average
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Load ``tensors``, which are of the state at ``path``, into ``module``.
+
+    Raises:
+        ConfigurationError: names or shapes are not those of ``module``.
+    """
+    own = module.state_dict()
+    other = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+    if other:
+        raise ConfigurationError(
+            f"{path} is of another architecture, which shows in '{other[0]}'; use that one or another train.folder"
+        )
+    module.load_state_dict(tensors)
 
 
 def part_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vgen.config import ClipSize, TrainConfig
+from vgen.config import TrainConfig
 from vgen.models.ltx2.config import VIDEO_COMPRESSION, LTX2Config
 from vgen.tiny.training.data import from_bytes, scenes_of, size_of, video_of, video_table
 from vgen.tiny.training.loop import Batch, Objective
@@ -23,6 +23,8 @@ KL_WEIGHT = 1e-6
 
 FIRST_LOG_VARIANCE = -6.0
 """Of the latents' noise at the start, for the same reason."""
+
+STATISTICS_BATCHES = 8
 
 L2_WEIGHT, L1_WEIGHT, EDGE_WEIGHT = 4.0, 0.1, 0.1
 """Squares first: the shape is small and far off its background; plain differences learn the background's pattern."""
@@ -120,28 +122,28 @@ def encode_means(vae: Any, video: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure_statistics(vae: Any, config: TrainConfig, device: torch.device, batches: int = 8) -> tuple[Tensor, Tensor]:
+def measure_statistics(vae: Any, config: TrainConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each latent channel [C], over clips of the first size."""
     batch = config.stages.video_vae.batch_size
     latents = torch.cat(
         [
             encode_means(vae, video_of(scenes_of(config, index * batch, batch), config.sizes[0], device))
-            for index in range(batches)
+            for index in range(STATISTICS_BATCHES)
         ]
     )
     return latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4)).clamp(min=1e-4)
 
 
 @torch.no_grad()
-def peak_ratio(
-    vae: Any, config: TrainConfig, size: ClipSize, device: torch.device, count: int = 24
-) -> dict[str, float]:
-    """Decibels of the round trip on held-out clips: their mean, and the worst."""
-    decibels = []
-    for first in range(0, count, 8):
-        video = video_of(scenes_of(config, first, min(8, count - first), "heldout"), size, device)
-        decoded = vae.decode(encode_means(vae, video), return_dict=False)[0].float().clamp(-1, 1)
-        error = ((decoded - video) / 2).square().mean(dim=(1, 2, 3, 4))
-        decibels.append(-10 * error.clamp(min=1e-10).log10())
-    values = torch.cat(decibels)
+def round_trip(vae: Any, video: Tensor) -> tuple[Tensor, Tensor]:
+    """``video`` [B, 3, F, H, W] in -1..1, encoded and decoded, and the peak signal-to-noise ratios [B] in decibels."""
+    decoded = vae.decode(encode_means(vae, video), return_dict=False)[0].float().clamp(-1, 1)
+    error = ((decoded - video) / 2).square().mean(dim=(1, 2, 3, 4))
+    return decoded, -10 * error.clamp(min=1e-10).log10()
+
+
+def peak_ratio(vae: Any, config: TrainConfig, device: torch.device) -> dict[str, float]:
+    """Decibels of the round trip on 24 held-out clips of the first size: their mean, and the worst."""
+    clips = (video_of(scenes_of(config, first, 8, "heldout"), config.sizes[0], device) for first in (0, 8, 16))
+    values = torch.cat([round_trip(vae, video)[1] for video in clips])
     return {"psnr": float(values.mean()), "worst_psnr": float(values.min())}

@@ -7,6 +7,7 @@ taught in one phase, in which each of its frames is the same waveform.
 Shapes: B clips, S samples, T mel frames, M mel bins.
 """
 
+import statistics
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,8 @@ from vgen.config import TrainConfig
 from vgen.models.ltx2.config import LTX2Config
 from vgen.models.ltx2.mel import log_mel
 from vgen.models.ltx2.vocoder import Vocoder
+from vgen.tiny.grammar import PITCHES_HZ
+from vgen.tiny.score import SAME_FREQUENCY, frequency_error, measure_sound
 from vgen.tiny.training.audio_vae import SHORTEST, AudioVae
 from vgen.tiny.training.data import mel_of, scenes_of, sound_of
 from vgen.tiny.training.loop import Batch, Objective
@@ -34,6 +37,9 @@ FLOOR = 1e-3
 
 LATENT_NOISE = 0.1
 """Deviation of the noise on the latents whose spectrograms it hears, normalized: the transformer's are not exact."""
+
+HELD_OUT_SOUNDS = 32
+"""That are looked at when the stage ends."""
 
 
 def build_vocoder(architecture: LTX2Config) -> Vocoder:
@@ -124,27 +130,14 @@ def mel_loss(made: Tensor, true: Tensor, audio_vae: AudioVae, sample_rate: int) 
 
 
 @torch.no_grad()
-def frequency_errors(
-    vocoder: Vocoder, vae: AudioVae, config: TrainConfig, device: torch.device, count: int = 32
-) -> dict[str, float]:
-    """How far the loudest frequency of held-out sounds is from the true one, as a part of it, through VAE and vocoder.
-
-    Over the frames of the first size.
-    """
-    scenes, rate = scenes_of(config, 0, count, "heldout"), vocoder.output_sample_rate
-    frames = max(SHORTEST, config.sizes[0].num_frames)
-    mel = mel_of(scenes, frames, vae.encoder.config, device)
-    made, true = (
-        _loudest_hz(x, rate) for x in (vocoder(vae.decoder(vae.encoder(mel))), sound_of(scenes, frames, rate, device))
-    )
-    errors = (made / true - 1).abs()
-    return {"frequency_error": float(errors.mean()), "within_3_percent": float((errors < 0.03).float().mean())}
-
-
-def _loudest_hz(waveform: Tensor, sample_rate: int) -> Tensor:
-    """[B]; above 100 Hz."""
-    length = 8 * waveform.shape[-1]
-    windowed = waveform.mean(dim=1) * torch.hann_window(waveform.shape[-1], device=waveform.device)
-    power = torch.fft.rfft(windowed, n=length).abs()
-    power[:, : 100 * length // sample_rate] = 0
-    return power.argmax(dim=-1) * sample_rate / length
+def frequency_errors(vocoder: Vocoder, vae: AudioVae, config: TrainConfig, device: torch.device) -> dict[str, float]:
+    """How far held-out tones of the first size's length are off after VAE and vocoder, as a part of their frequency."""
+    scenes = scenes_of(config, 0, HELD_OUT_SOUNDS, "heldout")
+    mel = mel_of(scenes, max(SHORTEST, config.sizes[0].num_frames), vae.encoder.config, device)
+    waveforms = vocoder(vae.decoder(vae.encoder(mel))).float().cpu().numpy()
+    found = [measure_sound(waveform, vocoder.output_sample_rate).frequency_hz for waveform in waveforms]
+    errors = [frequency_error(hz, PITCHES_HZ[scene.pitch]) for hz, scene in zip(found, scenes, strict=True)]
+    return {
+        "frequency_error": statistics.fmean(errors),
+        "within_3_percent": statistics.fmean(error <= SAME_FREQUENCY for error in errors),
+    }
