@@ -44,6 +44,7 @@ def conf_dir() -> str:
 def main(entry: Callable[[], object]) -> None:
     """Run the command line and exit: 0 only if all that was asked for is done."""
     sys.argv[1:] = arguments.prepare(sys.argv[1:])
+    logging.raiseExceptions = False  # a log on a full disk must not cover the error that filled it
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions and are told in one sentence below
     try:
         entry()
