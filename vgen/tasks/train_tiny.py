@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vgen import transforms
 from vgen.config import ClipSize, StageTraining
 from vgen.job import Job
+from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.upsampler import LatentUpsampler
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.models.ltx2.vocoder import Vocoder
@@ -76,12 +77,12 @@ def train_diffusion(context: TaskContext, folder: Path) -> None:
     job, device, config = context.job, context.device, context.job.config.train
     text = transforms.text_config(job)
     model = _seeded(config.seed, lambda: diffusion.DiffusionModel(text, job.architecture)).to(device)
-    tables = _build_tables(job, folder, device)
-    turns = [tables[size] for size in config.diffusion_sizes]
     vae, statistics = _video_vae(job, folder, device)
     sounds = _loaded(audio.AudioVae(job.architecture), folder, "audio_vae", device)
     vocoder = _loaded(Vocoder(job.architecture.vocoder), folder, "vocoder", device)
     decoders = samples.Decoders(vae, statistics, sounds.decoder, vocoder)
+    tables = _build_tables(job, decoders, sounds.encoder, device)
+    turns = [tables[size] for size in config.diffusion_sizes]
     geometry, length = turns[0].geometry, job.config.model.text_encoder.max_length
     sampler = job.config.sampler
 
@@ -104,17 +105,17 @@ def train_diffusion(context: TaskContext, folder: Path) -> None:
     look(training.step)
 
 
-def _build_tables(job: Job, folder: Path, device: torch.device) -> dict[ClipSize, diffusion.Table]:
+def _build_tables(
+    job: Job, decoders: samples.Decoders, encoder: AudioEncoder, device: torch.device
+) -> dict[ClipSize, diffusion.Table]:
     config, length = job.config.train, job.config.model.text_encoder.max_length
-    vae, statistics = _video_vae(job, folder, device)
-    encoder = _loaded(audio.AudioVae(job.architecture), folder, "audio_vae", device).encoder
     scenes = scenes_of(config, 0, config.table_clips)
     ids, mask = captions.caption_tokens(scenes, config.table_captions, length, config.seed)
     no_ids, no_mask = captions.one_text("", length)
     return {
         size: diffusion.Table(
             latents.geometry_of(size),
-            pack_video(latents.video_table(vae, statistics, config, size, device)),
+            pack_video(latents.video_table(decoders.video, decoders.statistics, config, size, device)),
             latents.audio_table(encoder, config, size, device),
             (ids.to(device), mask.to(device)),
             (no_ids.to(device), no_mask.to(device)),

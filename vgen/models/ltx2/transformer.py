@@ -23,6 +23,7 @@ from vgen.models.ltx2.feed_forward import Projection, gelu
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.perturbation import Perturbation, PerturbationPlan, plan_perturbations
 from vgen.models.ltx2.rope import RopeTables, TableCache, audio_positions, rope_table, video_positions
+from vgen.models.stream import check_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +159,9 @@ class LTX2Transformer(nn.Module):
         stream = video or audio
         if stream is None:
             raise ValueError("the transformer got neither a video nor an audio stream; pass at least one of them")
-        _check_tokens("video", video, rope.video)
-        _check_tokens("audio", audio, rope.audio)
+        for name, one, table in (("video stream", video, rope.video), ("audio stream", audio, rope.audio)):
+            if one is not None:
+                check_tokens(name, one.latents, one.timestep, one.rows, table)
         if not isinstance(perturbations, PerturbationPlan):
             perturbations = self.perturbation_plan(perturbations, stream.latents.device)
         _check_samples(stream, perturbations)
@@ -248,28 +250,6 @@ class LTX2Transformer(nn.Module):
 
 def _projected(context: Tensor, projection: Projection | None) -> Tensor:
     return context if projection is None else projection(context)
-
-
-def _check_tokens(name: str, stream: Stream | None, rope: Rope) -> None:
-    if stream is None:
-        return
-    (batch, tokens), table_tokens = stream.latents.shape[:2], rope[0].shape[2]
-    if tokens != table_tokens:
-        raise ValueError(
-            f"the {name} stream has {tokens} tokens and the position tables {table_tokens}; "
-            f"build the tables from the geometry of these latents"
-        )
-    shape = tuple(stream.timestep.shape)
-    if stream.rows is None:
-        fits = shape in ((batch,), (batch, tokens))
-    else:
-        fits = len(shape) == 2 and shape[0] == batch and tuple(stream.rows.shape) == (batch, tokens)
-    if not fits:
-        rows = "without rows" if stream.rows is None else f"with rows {tuple(stream.rows.shape)}"
-        raise ValueError(
-            f"the {name} stream has {batch} x {tokens} tokens and timesteps {shape} {rows}; "
-            f"give one timestep per sample, or one per token, or the distinct ones of each sample with rows per token"
-        )
 
 
 def _check_samples(stream: Stream, plan: PerturbationPlan) -> None:

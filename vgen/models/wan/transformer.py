@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vgen.models.attention import Rope
 from vgen.models.ltx2.adaln import Modulation, modulated
 from vgen.models.ltx2.rope import TableCache
+from vgen.models.stream import check_tokens
 from vgen.models.wan.attention import BlockContext
 from vgen.models.wan.block import Block
 from vgen.models.wan.config import Residual, WanTransformerConfig
@@ -115,7 +116,7 @@ class WanTransformer(nn.Module):
         Raises:
             ValueError: the numbers of tokens, timesteps or samples do not fit, or as ``prepare_text``.
         """
-        _check_tokens(stream, rope)
+        _check_stream(stream, rope)
         context = stream.context
         if not isinstance(context, PreparedContext):
             context = self.prepare_text(context, stream.image)
@@ -157,23 +158,7 @@ def _check_image(config: WanTransformerConfig, image: Tensor | None) -> None:
         )
 
 
-def _check_tokens(stream: Stream, rope: Rope) -> None:
-    (batch, tokens), table_tokens = stream.latents.shape[:2], rope[0].shape[2]
-    if tokens != table_tokens:
-        raise ValueError(
-            f"the stream has {tokens} tokens and the position tables {table_tokens}; "
-            f"build the tables from the geometry of these latents"
-        )
-    shape = tuple(stream.timestep.shape)
-    if stream.rows is None:
-        fits = shape in ((batch,), (batch, tokens))
-    else:
-        fits = len(shape) == 2 and shape[0] == batch and tuple(stream.rows.shape) == (batch, tokens)
-    if not fits:
-        rows = "without rows" if stream.rows is None else f"with rows {tuple(stream.rows.shape)}"
-        raise ValueError(
-            f"the stream has {batch} x {tokens} tokens and timesteps {shape} {rows}; "
-            f"give one timestep per sample, or one per token, or the distinct ones of each sample with rows per token"
-        )
+def _check_stream(stream: Stream, rope: Rope) -> None:
+    check_tokens("stream", stream.latents, stream.timestep, stream.rows, rope)
     if isinstance(stream.context, PreparedContext) and stream.image is not None:
         raise ValueError("the context is prepared and the stream has an image besides; prepare it with the text")

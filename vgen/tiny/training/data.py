@@ -1,6 +1,6 @@
 """Batches of the tiny world, drawn on the device; a batch depends on the seed and its number alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,13 +30,15 @@ def video_of(scenes: Sequence[Scene], size: ClipSize, device: torch.device) -> T
 BATCH = 256
 
 
+def table_scenes(config: TrainConfig) -> Iterator[list[Scene]]:
+    """The first ``table_clips`` scenes, in batches."""
+    for first in range(0, config.table_clips, BATCH):
+        yield scenes_of(config, first, min(BATCH, config.table_clips - first))
+
+
 def video_table(config: TrainConfig, size: ClipSize, device: torch.device) -> Tensor:
     """uint8 [N, 3, F, H, W] of the first ``table_clips`` scenes: drawing them in each step takes longer than it."""
-    parts = []
-    for first in range(0, config.table_clips, BATCH):
-        scenes = scenes_of(config, first, min(BATCH, config.table_clips - first))
-        parts.append(to_bytes(video_of(scenes, size, device)))
-    return torch.cat(parts)
+    return torch.cat([to_bytes(video_of(scenes, size, device)) for scenes in table_scenes(config)])
 
 
 def to_bytes(video: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from vgen.models.ltx2.config import AUDIO_LATENTS_PER_SECOND, VIDEO_COMPRESSION
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.stages.latents import pack_audio
-from vgen.tiny.training.data import BATCH, FPS, mel_of, scenes_of, video_of
+from vgen.tiny.training.data import FPS, mel_of, table_scenes, video_of
 from vgen.tiny.training.loop import autocast
 from vgen.tiny.training.video_vae import encode_means
 
@@ -37,8 +37,7 @@ def video_table(
 ) -> Tensor:
     """Normalized latents [B, C, F, H, W] of the first ``table_clips`` scenes."""
     parts = []
-    for start in range(0, config.table_clips, BATCH):
-        scenes = scenes_of(config, start, min(BATCH, config.table_clips - start))
+    for scenes in table_scenes(config):
         with autocast(device, config.stages.diffusion.autocast):
             parts.append(statistics.normalize(encode_means(vae, video_of(scenes, size, device))))
     return torch.cat(parts)
@@ -48,7 +47,6 @@ def video_table(
 def audio_table(encoder: AudioEncoder, config: TrainConfig, size: ClipSize, device: torch.device) -> Tensor:
     """Normalized audio latents as tokens [B, A, C * M] of the same clips."""
     tokens, parts = geometry_of(size).audio_tokens, []
-    for start in range(0, config.table_clips, BATCH):
-        scenes = scenes_of(config, start, min(BATCH, config.table_clips - start))
+    for scenes in table_scenes(config):
         parts.append(pack_audio(fit_latents(encoder(mel_of(scenes, size.num_frames, encoder.config, device)), tokens)))
     return torch.cat(parts)
