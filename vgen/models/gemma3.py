@@ -6,15 +6,15 @@ those of huggingface/transformers (5.17 and 5.24 tested).
 """
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from vgen.models.tokenizer import TextEncoderError, TextTokenizer, Tokens, read_tokenizer, special_id
 
 if TYPE_CHECKING:
     import tokenizers
@@ -67,10 +67,6 @@ CHECKPOINT_IGNORED = (
 
 _BYTE_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
 """Ids 0 to 3, as Gemma's."""
-
-
-class TextEncoderError(ValueError):
-    """A text encoder's config or tokenizer is not the one that LTX-2 needs."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,27 +126,12 @@ def encode_hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Te
     return states
 
 
-class Tokens(NamedTuple):
-    """Left-padded tokens of B prompts: int64 [B, L] each (mask: 1 = valid), and how many tokens each prompt lost."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    dropped: tuple[int, ...]
-
-
-class Tokenizer:
+class Tokenizer(TextTokenizer):
     """Turns prompts into Gemma's tokens the way LTX-2 was trained: stripped, BOS first, no EOS, no chat template."""
 
     def __init__(self, backend: "tokenizers.Tokenizer", bos_id: int, pad_id: int) -> None:
-        self.backend = backend
+        super().__init__(backend, pad_id)
         self.bos_id = bos_id
-        self.pad_id = pad_id
-        # Gemma's own has one too, but nothing becomes it: its byte tokens spell what has no other.
-        unknown = getattr(backend.model, "unk_token", None)
-        self.unknown_id = None if unknown is None else backend.token_to_id(unknown)
-        # A tokenizer.json may bring settings for another use.
-        self.backend.no_truncation()
-        self.backend.no_padding()
 
     def tokenize(self, prompts: Sequence[str], max_length: int = MAX_TOKENS) -> Tokens:
         """Tokens of each prompt, left-padded to ``max_length``.
@@ -168,16 +149,6 @@ class Tokenizer:
             dropped.append(len(tokens) - len(kept))
         return Tokens(ids, mask, tuple(dropped))
 
-    def unknown_words(self, prompt: str) -> tuple[str, ...]:
-        """The parts of a prompt that become the unknown token, as they are written, each once, in order."""
-        encoding = self.backend.encode(prompt, add_special_tokens=False)
-        pieces = zip(encoding.ids, encoding.offsets, strict=True)
-        return tuple(dict.fromkeys(prompt[start:end] for token, (start, end) in pieces if token == self.unknown_id))
-
-    def known_words(self) -> tuple[str, ...]:
-        """Tokens that are whole words of letters, in the order of their ids."""
-        return tuple(word for word, _ in sorted(self.backend.get_vocab().items(), key=itemgetter(1)) if word.isalpha())
-
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of ``folder``: ``tokenizer.json``, and its special tokens by name from ``tokenizer_config.json``.
@@ -185,31 +156,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         TextEncoderError: a file is missing or unreadable, or there is no beginning-of-sequence token.
     """
-    import tokenizers
-
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise TextEncoderError(f"there is no {path}; give a Gemma-3 folder with tokenizer.json")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises plain Exception
-        raise TextEncoderError(f"{path} is no readable tokenizer ({error}); download it again") from error
-    config_path = path.with_name("tokenizer_config.json")
-    names = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-    bos_id = _special_id(backend, names.get("bos_token", "<bos>"))
+    backend, names = read_tokenizer(path, "a Gemma-3 folder with tokenizer.json")
+    bos_id = special_id(backend, names.get("bos_token", "<bos>"))
     if bos_id is None:
         raise TextEncoderError(
             f"{path} has no beginning-of-sequence token, with which every prompt starts; use Gemma-3's"
         )
-    pad_id = _special_id(backend, names.get("pad_token") or names.get("eos_token") or "<pad>")
+    pad_id = special_id(backend, names.get("pad_token") or names.get("eos_token") or "<pad>")
     if pad_id is None:
         raise TextEncoderError(f"{path} has no padding token, which fills a prompt up; use Gemma-3's")
     return Tokenizer(backend, bos_id, pad_id)
-
-
-def _special_id(backend: "tokenizers.Tokenizer", token: Any) -> int | None:
-    content = token.get("content") if isinstance(token, Mapping) else token
-    return None if content is None else backend.token_to_id(content)
 
 
 def byte_tokenizer() -> Tokenizer:

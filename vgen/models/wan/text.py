@@ -6,18 +6,16 @@ huggingface/transformers (5.17 and 5.24 tested).
 """
 
 import html
-import json
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vgen.models import gemma3
-from vgen.models.gemma3 import TextEncoderError
+from vgen.models.tokenizer import TextEncoderError, TextTokenizer, Tokens, read_tokenizer, special_id
 
 if TYPE_CHECKING:
     import tokenizers
@@ -86,27 +84,15 @@ def clean_prompt(prompt: str) -> str:
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(prompt))).split())
 
 
-class Tokens(NamedTuple):
-    """Right-padded tokens of B prompts: int64 [B, L] each (mask: 1 = valid), and how many tokens each prompt lost."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    dropped: tuple[int, ...]
-
-
-class Tokenizer:
+class Tokenizer(TextTokenizer):
     """Turns prompts into UMT5's tokens the way Wan was trained: cleaned, EOS last, padded on the right."""
 
     def __init__(self, backend: "tokenizers.Tokenizer", eos_id: int, pad_id: int) -> None:
-        self.backend = backend
+        super().__init__(backend, pad_id)
         self.eos_id = eos_id
-        self.pad_id = pad_id
-        # UMT5's own has one too, but nothing becomes it: its byte tokens spell what has no other.
-        unknown = getattr(backend.model, "unk_token", None)
-        self.unknown_id = None if unknown is None else backend.token_to_id(unknown)
-        # A tokenizer.json may bring settings for another use.
-        self.backend.no_truncation()
-        self.backend.no_padding()
+
+    def clean(self, prompt: str) -> str:
+        return clean_prompt(prompt)
 
     def tokenize(self, prompts: Sequence[str], max_length: int = MAX_TOKENS) -> Tokens:
         """Tokens of each prompt, right-padded to ``max_length``.
@@ -125,17 +111,6 @@ class Tokenizer:
             dropped.append(len(tokens) + 1 - len(kept))
         return Tokens(ids, mask, tuple(dropped))
 
-    def unknown_words(self, prompt: str) -> tuple[str, ...]:
-        """The parts of a cleaned prompt that become the unknown token, each once, in order."""
-        prompt = clean_prompt(prompt)
-        encoding = self.backend.encode(prompt, add_special_tokens=False)
-        pieces = zip(encoding.ids, encoding.offsets, strict=True)
-        return tuple(dict.fromkeys(prompt[start:end] for token, (start, end) in pieces if token == self.unknown_id))
-
-    def known_words(self) -> tuple[str, ...]:
-        """Tokens that are whole words of letters, in the order of their ids."""
-        return tuple(word for word, _ in sorted(self.backend.get_vocab().items(), key=itemgetter(1)) if word.isalpha())
-
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of ``folder``: ``tokenizer.json``, and its special tokens by name from ``tokenizer_config.json``.
@@ -143,24 +118,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         TextEncoderError: a file is missing or unreadable, or there is no end-of-sequence or padding token.
     """
-    import tokenizers
-
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise TextEncoderError(f"there is no {path}; give the tokenizer folder of a Wan checkpoint or google/umt5-xxl")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises plain Exception
-        raise TextEncoderError(f"{path} is no readable tokenizer ({error}); download it again") from error
-    config_path = path.with_name("tokenizer_config.json")
-    names = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    backend, names = read_tokenizer(path, "the tokenizer folder of a Wan checkpoint or google/umt5-xxl")
     ids = {}
     for key, default, use in (
         ("eos_token", "</s>", "end-of-sequence token, with which every prompt ends"),
         ("pad_token", "<pad>", "padding token, which fills a prompt up"),
     ):
-        token = names.get(key) or default
-        found = backend.token_to_id(token["content"] if isinstance(token, Mapping) else token)
+        found = special_id(backend, names.get(key) or default)
         if found is None:
             raise TextEncoderError(f"{path} has no {use}; use UMT5's (google/umt5-xxl)")
         ids[key] = found
