@@ -31,7 +31,8 @@ from vgen.checkpoint import (
     official_component,
     upsampler_source,
 )
-from vgen.checkpoint_files import CheckpointError, read_header, resolve, resolve_upsampler
+from vgen.checkpoint_files import resolve, resolve_upsampler
+from vgen.checkpoint_headers import CheckpointError, read_header
 from vgen.models.ltx2 import keys
 from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder
@@ -333,7 +334,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from vgen.checkpoint import TensorSource, load_module
-from vgen.checkpoint_files import read_header
+from vgen.checkpoint_headers import read_header
 
 def anonymous_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

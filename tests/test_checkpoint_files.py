@@ -13,16 +13,15 @@ import pytest
 
 from vgen.checkpoint_files import (
     LTX2_FOLDERS,
-    WEIGHTS,
     Checkpoint,
-    CheckpointError,
     TextEncoderFiles,
     UpsamplerFiles,
-    read_header,
     resolve,
     resolve_text_encoder,
     resolve_upsampler,
 )
+from vgen.checkpoint_headers import CheckpointError, read_header
+from vgen.checkpoint_paths import WEIGHTS
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {"transformer": {"num_layers": 1}, "vae": {}}
@@ -463,7 +462,8 @@ def hub_cache(tmp_path: Path) -> Path:
 
 _ASK = """
 import json, sys
-from vgen.checkpoint_files import CheckpointError, resolve, resolve_text_encoder
+from vgen.checkpoint_files import resolve, resolve_text_encoder
+from vgen.checkpoint_headers import CheckpointError
 for asked, revision in json.loads(sys.argv[1]):
     try:
         found = resolve(asked, revision)
@@ -568,7 +568,7 @@ def test_each_hub_failure_has_its_sentence(monkeypatch: Any, kind: str, says: st
 
 
 def test_nothing_heavy_is_imported() -> None:
-    modules = "vgen.checkpoint_files, vgen.models.ltx2.keys, vgen.models.ltx2.config"
+    modules = "vgen.checkpoint_files, vgen.wan_files, vgen.models.ltx2.keys, vgen.models.ltx2.config"
     heavy = "{'torch', 'huggingface_hub', 'transformers', 'safetensors'} & set(sys.modules)"
     code = f"import sys, {modules}; sys.exit(str({heavy}) if {heavy} else 0)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

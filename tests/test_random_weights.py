@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vgen.checkpoint_files import CheckpointError
+from vgen.checkpoint_headers import CheckpointError
 from vgen.models import gemma3
 from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder

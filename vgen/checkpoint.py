@@ -1,11 +1,12 @@
 """Puts a checkpoint's tensors onto a module that was built on the meta device, one tensor at a time.
 
-Each tensor goes from the mapped file straight to its dtype and device, so a load needs no host memory beyond the
-mapped file and the module itself. A module is complete or not loaded: every missing, unexpected or misshapen name is
-an error before the first byte is read.
+Each tensor goes from the mapped file (safetensors, or a pickle of tensors) straight to its dtype and device, so a load
+needs no host memory beyond the mapped file and the module itself. A module is complete or not loaded: every missing,
+unexpected or misshapen name is an error before the first byte is read.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from vgen.checkpoint_files import Checkpoint, CheckpointError, Header, TensorInfo, TextEncoderFiles, UpsamplerFiles
+from vgen.checkpoint_files import Checkpoint, TextEncoderFiles, UpsamplerFiles
+from vgen.checkpoint_headers import CheckpointError, Header, TensorInfo
 from vgen.models.gemma3 import CHECKPOINT_IGNORED, CHECKPOINT_PREFIXES
 from vgen.models.ltx2 import keys
+from vgen.models.wan import image_encoder
+from vgen.models.wan import keys as wan_keys
+from vgen.wan_files import WanCheckpoint, check_vae
 
 _NAMED = 4
 """Names given of each kind in an error; the rest is counted."""
@@ -25,7 +30,7 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor in a file: the name it has there, and where it lies."""
+    """A tensor in a safetensors file: the name it has there, and where it lies."""
 
     path: Path
     name: str
@@ -35,10 +40,12 @@ class _Place:
 class TensorSource:
     """Tensors of one component under our module's names, read when asked for.
 
-    Files are mapped at their first read and stay so until ``close`` (or the end of the ``with`` block).
+    A place is in a safetensors file, which is mapped at its first read and stays so until ``close`` (or the end of the
+    ``with`` block), or it is a tensor: a view of a pickle that is mapped already, and stays so as long as the source
+    lives.
     """
 
-    def __init__(self, places: Mapping[str, _Place]) -> None:
+    def __init__(self, places: Mapping[str, _Place | torch.Tensor]) -> None:
         self._places = dict(places)
         self._files: dict[Path, Any] = {}
         self._stack = ExitStack()
@@ -74,14 +81,22 @@ class TensorSource:
     @property
     def names(self) -> list[str]:
         """Names in the order of their bytes in the files, which is the fast order to read them in."""
-        return sorted(self._places, key=lambda name: (self._places[name].path, self._places[name].info.start))
+
+        def position(name: str) -> tuple[str, int]:
+            place = self._places[name]
+            if isinstance(place, torch.Tensor):
+                return "", place.data_ptr()
+            return str(place.path), place.info.start
+
+        return sorted(self._places, key=position)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._places[name].info.shape
+        place = self._places[name]
+        return tuple(place.shape) if isinstance(place, torch.Tensor) else place.info.shape
 
     def num_bytes(self, name: str) -> int:
-        info = self._places[name].info
-        return info.end - info.start
+        place = self._places[name]
+        return place.nbytes if isinstance(place, torch.Tensor) else place.info.end - place.info.start
 
     @property
     def total_bytes(self) -> int:
@@ -90,6 +105,8 @@ class TensorSource:
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU in the dtype of the file: a view of the mapped file, so copy it before ``close``."""
         place = self._places[name]
+        if isinstance(place, torch.Tensor):
+            return place
         if place.path not in self._files:
             self._files[place.path] = self._stack.enter_context(safe_open(place.path, framework="pt", device="cpu"))
         tensor: torch.Tensor = self._files[place.path].get_tensor(place.name)
@@ -172,12 +189,86 @@ def text_encoder_source(files: TextEncoderFiles) -> TensorSource:
     return TensorSource.of(files.headers, name_in_module)
 
 
+def wan_source(checkpoint: WanCheckpoint, component: str) -> TensorSource:
+    """Tensors of one Wan component: an encoder or a transformer by its name in ``checkpoint.files``, or one half of the
+    VAE, ``video_encoder`` or ``video_decoder``.
+
+    Raises:
+        CheckpointError: the files hold tensors that belong to no component, or another VAE, or a pickle is damaged or
+            holds anything but tensors.
+    """
+    part = "vae" if component in wan_keys.VAE_HALVES else component
+    files = checkpoint.files[part]
+    if isinstance(files, Path):
+        return TensorSource(_pickled(checkpoint, part, component, files))
+    names = [name for header in files for name in header.tensors]
+    return TensorSource.of(files, _wan_names(checkpoint, part, component, names, files[0].path).get)
+
+
+def _pickled(checkpoint: WanCheckpoint, part: str, component: str, path: Path) -> dict[str, torch.Tensor]:
+    """Our names of the tensors in a pickle of the original layout, as views of the mapped file."""
+    tensors = _read_pickle(path)
+    if part == "vae":
+        check_vae({name: tensor.shape for name, tensor in tensors.items()}, checkpoint.vae, path)
+    if part == "image_encoder":
+        try:
+            return image_encoder.from_original(tensors)
+        except image_encoder.ImageEncoderError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+    names = _wan_names(checkpoint, part, component, tensors, path)
+    return {ours: tensors[name] for name, ours in names.items()}
+
+
+def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickle, mapped if it is a zip file, as all are that PyTorch 1.6 or later wrote."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # whatever damaged bytes lead to
+        first_line = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors ({first_line}); download it again or use the -Diffusers "
+            f"repository"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise CheckpointError(f"{path} holds no plain dict of tensors; download it again")
+    return content
+
+
+def _wan_names(
+    checkpoint: WanCheckpoint, part: str, component: str, names: Collection[str], path: Path
+) -> dict[str, str]:
+    """Our name of each of a part's tensors that ``component`` has; ``path``: a file of them, for messages."""
+    layout, ignored = _wan_layout(checkpoint, part, names)
+    owned = {name: keys.owners(name, {part: layout}) for name in names if not name.startswith(ignored)}
+    ours = {name: keys.rename(name, layout, found[part]) for name, found in owned.items() if found}
+    halves = wan_keys.VAE_HALVES if part == "vae" else {component: ("",)}
+    known = tuple(start for starts in halves.values() for start in starts)
+    strangers = [name for name in owned if name not in ours or not ours[name].startswith(known)]
+    if strangers:
+        raise CheckpointError(f"{path} holds {_list('unexpected', strangers)}; use the {part} of a released Wan model")
+    kept = halves[component]
+    return {name: our for name, our in ours.items() if our.startswith(kept) and not wan_keys.unused(our)}
+
+
+def _wan_layout(checkpoint: WanCheckpoint, part: str, names: Collection[str]) -> tuple[keys.Layout, tuple[str, ...]]:
+    """How the file of a part names our tensors, and starts of what else it holds."""
+    if checkpoint.layout == "original":
+        vae = "vae_2_2" if checkpoint.vae.is_residual else "vae_2_1"
+        table = {"vae": vae, "transformer_2": "transformer"}.get(part, part)
+        return wan_keys.ORIGINAL[table], ()
+    ignored = wan_keys.TRANSFORMERS_IGNORED.get(part, ())
+    if part == "text_encoder":
+        ignored = wan_keys.text_encoder_ignored(names)
+    return wan_keys.TRANSFORMERS.get(part, keys.Layout({"": ""})), ignored
+
+
 def load_module(
     module: nn.Module,
     source: TensorSource,
     *,
     device: torch.device | str,
     dtype: torch.dtype,
+    keep_float32: Callable[[str], bool] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Give ``module``, built on the meta device, the tensors of ``source``, in place.
@@ -186,6 +277,7 @@ def load_module(
     buffers are moved to ``device`` as they are.
 
     Args:
+        keep_float32: whether the floating-point tensor of this name becomes fp32 whatever ``dtype`` is; None is none.
         progress: called with the number of bytes read, after each tensor.
 
     Raises:
@@ -195,7 +287,8 @@ def load_module(
     expected = module.state_dict(keep_vars=True)
     _check_match(type(module).__name__, expected, source)
     for name in source.names:
-        place_tensor(module, name, _to(source.read(name), torch.device(device), dtype))
+        to_dtype = torch.float32 if keep_float32 is not None and keep_float32(name) else dtype
+        place_tensor(module, name, _to(source.read(name), torch.device(device), to_dtype))
         if progress is not None:
             progress(source.num_bytes(name))
     settle(module, torch.device(device))

@@ -100,9 +100,11 @@ PARTS = {
 """Starts of names in an official file, and the parts of LTX-2 that they are."""
 
 DIFFUSERS_TRANSFORMERS = {
+    "LTX2VideoTransformer3DModel": "LTX-2",
     "LTXVideoTransformer3DModel": "LTX-Video 0.9, which has no sound",
     "WanTransformer3DModel": "Wan",
 }
+"""Models by the class of their transformer in a diffusers folder."""
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
 
@@ -113,6 +115,14 @@ def recognise(names: Collection[str], metadata: Mapping[str, str]) -> tuple[str,
         return f"of LTX-{metadata['model_version']}, which this version does not run", RUNS
     found = next((signature for signature in SIGNATURES if signature.fits(names)), None)
     return (found.what, found.fix) if found else None
+
+
+def name_of(names: Collection[str], metadata: Mapping[str, str]) -> str | None:
+    """What a file is, an LTX-2 model included; None for what is not known."""
+    found = recognise(names, metadata)
+    if found is not None:
+        return found[0]
+    return "an LTX-2 model" if any(name.startswith(TRANSFORMER_PREFIX) for name in names) else None
 
 
 def incomplete(names: Collection[str]) -> tuple[str, str] | None:

@@ -86,7 +86,8 @@ RULES = (
     Rule(r"learnable_registers$", std=1.0),  # like the text features that they stand beside
     # Gemma-3 multiplies by 1 + weight, LTX-2 by weight.
     Rule(r"\.self_attn\.[qk]_norm\.weight$|_layernorm\.weight$|^text_encoder\.norm\.weight$", std=0.1),
-    Rule(r"norm\d*\.weight$", centre=1.0, std=0.1),
+    Rule(r"(norm\d*|norm_(q|k|added_k))\.weight$|\.gamma$", centre=1.0, std=0.1),
+    Rule(r"(class_embedding|pos_embed)$", std=0.2),
     Rule(r"bias$", std=0.02),
     Rule(r"^vocoder\.((vocoder|bwe_generator)\.)?ups\.\d+\.weight$", transposed=True),
     # SnakeBeta adds to its input, so 2.3's residual blocks would grow; its waveforms would be clamped.
@@ -104,6 +105,7 @@ def fill_random(
     device: torch.device | str,
     dtype: torch.dtype,
     prefix: str = "",
+    keep_float32: Callable[[str], bool] | None = None,
     rules: tuple[Rule, ...] = RULES,
     chunk: int = CHUNK,
 ) -> None:
@@ -111,6 +113,7 @@ def fill_random(
 
     Args:
         prefix: the component's name, such as ``transformer``; with a dot and the parameter's name it is the full name.
+        keep_float32: whether the tensor of this name, without ``prefix``, is fp32 whatever ``dtype`` is; None is none.
         chunk: elements made at once; the values do not depend on it.
 
     Raises:
@@ -122,11 +125,12 @@ def fill_random(
         rule = _rule(full_name, rules)
         if not tensor.is_floating_point():
             raise ValueError(f"'{full_name}' is {tensor.dtype}; random weights are for floating-point tensors only")
+        to_dtype = torch.float32 if keep_float32 is not None and keep_float32(name) else dtype
         if rule.compute is not None:
-            place_tensor(module, name, rule.compute(tensor.shape).to(dtype).to(device))
+            place_tensor(module, name, rule.compute(tensor.shape).to(to_dtype).to(device))
             continue
         std = rule.gain / math.sqrt(_fan_in(tensor.shape, rule.transposed)) if rule.std is None else rule.std
-        flat = random_tensor(tensor.numel(), full_name, seed, rule.centre, std, device, dtype, chunk)
+        flat = random_tensor(tensor.numel(), full_name, seed, rule.centre, std, device, to_dtype, chunk)
         place_tensor(module, name, flat.view(tensor.shape))
     settle(module, device)
 

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGenera
 
 from tests.tiny_ltx2 import HIDDEN_SIZE, NUM_STATES, TEXT_LENGTH, gemma_text_config, tiny_checkpoints
 from vgen.checkpoint import load_module, text_encoder_source
-from vgen.checkpoint_files import CheckpointError, resolve_text_encoder
+from vgen.checkpoint_files import resolve_text_encoder
+from vgen.checkpoint_headers import CheckpointError
 from vgen.models.gemma3 import (
     GEMMA3_12B,
     TextEncoderError,

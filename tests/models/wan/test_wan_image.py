@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
+from vgen.models.wan.encoder_configs import CLIP_VIT_H14
 from vgen.models.wan.image_encoder import (
-    CLIP_VIT_H14,
     ImageEncoderError,
     build_image_encoder,
     encode_images,

@@ -11,8 +11,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5Enco
 
 from vgen.models.ltx2.keys import Layout, owners, rename
 from vgen.models.wan import keys
-from vgen.models.wan.image_encoder import CLIP_VIT_H14, build_image_encoder
-from vgen.models.wan.text import UMT5_XXL, build_text_encoder
+from vgen.models.wan.encoder_configs import CLIP_VIT_H14, UMT5_XXL
+from vgen.models.wan.image_encoder import build_image_encoder
+from vgen.models.wan.text import build_text_encoder
 
 _LARGE = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 _IMAGE = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}

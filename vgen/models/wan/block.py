@@ -42,11 +42,13 @@ class Block(nn.Module):
         dtype, table = context.text.values.dtype, self.scale_shift_table[0].float()
 
         shift, scale, gate = modulation.of(table[:3])
-        out = self.attn1(modulated(self.norm1(x), scale, shift).to(dtype), rope)
-        x = torch.addcmul(x.float(), out, gate).to(x.dtype)
+        x = _add_gated(x, self.attn1(modulated(self.norm1(x), scale, shift).to(dtype), rope), gate)
 
         x = x + self.attn2(self.norm2(x).to(dtype), context=context)
 
         shift, scale, gate = modulation.of(table[3:], first=3)
-        out = self.ffn(modulated(self.norm3(x), scale, shift).to(dtype))
-        return torch.addcmul(x.float(), out, gate).to(x.dtype)
+        return _add_gated(x, self.ffn(modulated(self.norm3(x), scale, shift).to(dtype)), gate)
+
+
+def _add_gated(x: Tensor, out: Tensor, gate: Tensor) -> Tensor:
+    return torch.addcmul(x.float(), out, gate).to(x.dtype)

@@ -6,7 +6,7 @@ config: the constants ``VAE_2_1`` and ``VAE_2_2`` are theirs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vgen.models.ltx2.config import ConfigError
@@ -116,6 +116,52 @@ VAE_2_2 = WanVaeConfig(
     scale_factor_spatial=16,
 )  # fmt: skip
 """The VAE of 2.2 TI2V-5B."""
+
+
+@dataclass(frozen=True)
+class WanArchitecture:
+    """A whole model. ``num_transformers``: 2 where experts of the same sizes share the steps, as in A14B.
+
+    ``image_encoder``: what the CLIP vision model of 2.1's image-to-video has other than ViT-H/14, in the words of
+    transformers.
+    """
+
+    transformer: WanTransformerConfig
+    vae: WanVaeConfig
+    num_transformers: int = 1
+    image_encoder: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def version(self) -> Literal["2.1", "2.2"]:
+        return "2.2" if self.num_transformers > 1 or self.vae.is_residual else "2.1"
+
+    @property
+    def kind(self) -> Literal["t2v", "i2v", "ti2v"]:
+        """What it makes a video of: a text, an image in channels of its own, or a text and perhaps a first frame."""
+        if self.transformer.in_channels > self.vae.z_dim:
+            return "i2v"
+        return "ti2v" if self.vae.is_residual else "t2v"
+
+
+VAES: Mapping[str, WanVaeConfig] = {"2.1": VAE_2_1, "2.2": VAE_2_2}
+
+
+def architecture(config: Mapping[str, Any]) -> WanArchitecture:
+    """Read ``model.architecture``: ``transformer`` in the words of its ``config.json``, ``vae`` likewise or the version
+    of a released one, ``num_transformers`` and ``image_encoder``.
+
+    Raises:
+        ConfigError: a required value is missing, or a value describes another architecture.
+    """
+    vae = _require(config, "model.architecture", "vae")
+    if isinstance(vae, str) and vae not in VAES:
+        raise ConfigError(f"model.architecture.vae={vae} is no released VAE; use {' or '.join(VAES)}, or its sizes")
+    return WanArchitecture(
+        transformer_config(_require(config, "model.architecture", "transformer")),
+        VAES[vae] if isinstance(vae, str) else vae_config(vae),
+        config.get("num_transformers", 1),
+        config.get("image_encoder") or {},
+    )
 
 
 def transformer_config(config: Mapping[str, Any]) -> WanTransformerConfig:

@@ -6,7 +6,6 @@ and 5.24 tested).
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,22 +14,6 @@ from torch import Tensor, nn
 
 from vgen.models.ltx2.keys import owners, rename
 from vgen.models.wan.keys import ORIGINAL, ORIGINAL_IGNORED, unfuse
-
-CLIP_VIT_H14: Mapping[str, Any] = MappingProxyType(
-    {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "image_size": 224,
-        "patch_size": 14,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "projection_dim": 1024,
-    }
-)
-"""``config.json`` of the image encoder of every Wan 2.1 image-to-video model, for random weights."""
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)

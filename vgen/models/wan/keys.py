@@ -158,6 +158,12 @@ ORIGINAL_FILES: Mapping[str, tuple[str, ...]] = {
 }
 """Where a repository of the original layout has each component: folders of safetensors files, or one pickle."""
 
+VAE_HALVES: Mapping[str, tuple[str, ...]] = {
+    "video_encoder": ("encoder.", "quant_conv."),
+    "video_decoder": ("decoder.", "post_quant_conv."),
+}
+"""Starts of our names of what the two halves of a VAE hold."""
+
 FUSED: Mapping[str, tuple[str, ...]] = {"to_qkv": ("q_proj", "k_proj", "v_proj")}
 """Segments of the image encoder whose tensors are several of ours, one after another along dim 0."""
 

@@ -8,7 +8,6 @@ huggingface/transformers (5.17 and 5.24 tested).
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,26 +21,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 """Tokens per prompt, padding included. The transformer attends to all of them, so another number is another result."""
-
-UMT5_XXL: Mapping[str, Any] = MappingProxyType(
-    {
-        "model_type": "umt5",
-        "vocab_size": 256384,
-        "d_model": 4096,
-        "d_kv": 64,
-        "d_ff": 10240,
-        "num_layers": 24,
-        "num_heads": 64,
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
-        "layer_norm_epsilon": 1e-6,
-        "feed_forward_proj": "gated-gelu",
-        "dropout_rate": 0.1,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-)
-"""``config.json`` of google/umt5-xxl, for random weights."""
 
 
 def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
