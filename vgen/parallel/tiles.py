@@ -1,9 +1,10 @@
-"""Tiled decode: a plan of overlapping latent tiles, torch-free, and the serial decode that blends them.
+"""Tiles of a VAE: a plan of overlapping latent tiles, torch-free, and the serial decode and encode that blend them.
 
-Each tile sees borders that the whole clip does not have, so a tiled decode approximates the whole one; tiles overlap
-and are blended by ramps to hide it. The plan is a pure function of sizes: every rank computes the same one.
+Each tile sees borders that the whole clip does not have, so tiles approximate the whole; they overlap and are blended
+by ramps to hide it. The plan is a pure function of sizes: every rank computes the same one.
 
-Shapes: B batch, C channels, F frames, H height, W width (latents at the input of ``decode``, pixels at its output).
+Shapes: B batch, C channels, F frames, H height, W width, in latents for latents and in pixels for frames. T, S: frames
+and pixels of one latent; the first latent of a clip, and of any tile, is one frame.
 Source: NVIDIA/TensorRT-LLM pull request 15753; Lightricks/LTX-2, ``tiling.py`` (geometry until 2026-04-23: 512/64 px,
 64/24 frames, the short side's tile scaled by its share of the long side).
 """
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FRAMES_PER_LATENT = 8
-PIXELS_PER_LATENT = 32
-
 MIN_WEIGHT = 1e-8
 
 
@@ -30,18 +28,26 @@ MIN_WEIGHT = 1e-8
 class TileSettings:
     """Tile sizes in pixels and frames; the long side of the clip gets ``tile_size``.
 
+    ``tile_frames`` None: every tile has all frames, and ``tile_frames_overlap`` plays no part. So it has to be for a
+    VAE that is causal in time, whose tiles would each begin with the state of a first frame. ``compression``: frames,
+    rows and columns of pixels per latent, LTX-2's if not given.
+
     Raises:
         ValueError: a size is below its minimum or off the latent grid, or an overlap is not below its tile.
     """
 
     tile_size: int = 512
     tile_overlap: int = 64
-    tile_frames: int = 64
+    tile_frames: int | None = 64
     tile_frames_overlap: int = 24
+    compression: tuple[int, int, int] = (8, 32, 32)
 
     def __post_init__(self) -> None:
-        _check_axis("tile_size", self.tile_size, "tile_overlap", self.tile_overlap, PIXELS_PER_LATENT)
-        _check_axis("tile_frames", self.tile_frames, "tile_frames_overlap", self.tile_frames_overlap, FRAMES_PER_LATENT)
+        frames, *space = self.compression
+        for pixels in space:
+            _check_axis("tile_size", self.tile_size, "tile_overlap", self.tile_overlap, pixels)
+        if self.tile_frames is not None:
+            _check_axis("tile_frames", self.tile_frames, "tile_frames_overlap", self.tile_frames_overlap, frames)
 
 
 def _check_axis(name: str, size: int, overlap_name: str, overlap: int, unit: int) -> None:
@@ -55,11 +61,11 @@ def _check_axis(name: str, size: int, overlap_name: str, overlap: int, unit: int
 
 @dataclass(frozen=True)
 class Span:
-    """One tile along one axis: latents [latent_start, latent_stop) become samples [start, stop) of the output.
+    """One tile along one axis: latents [latent_start, latent_stop) stand for samples [start, stop) of the frames.
 
     The weight rises over the first ``left_ramp`` samples and falls over the last ``right_ramp``; 0 = no ramp there.
-    ``from_zero``: the rising ramp's first weight is exactly 0 (time: the first latent of any tile decodes to a single
-    frame and is thrown away) instead of one step above it.
+    ``from_zero``: the rising ramp's first weight is exactly 0 (time: the first latent of any tile is a single frame and
+    is thrown away) instead of one step above it. ``unit``: samples per latent.
     """
 
     latent_start: int
@@ -69,22 +75,30 @@ class Span:
     left_ramp: int
     right_ramp: int
     from_zero: bool
+    unit: int
 
     def weights(self) -> list[float]:
-        """The blend weights of the ``stop - start`` samples, 0 to 1."""
-        length = self.stop - self.start
-        weights = [1.0] * length
-        steps = self.left_ramp if self.from_zero else self.left_ramp + 1
-        for i in range(min(self.left_ramp, length)):
-            weights[i] *= (i if self.from_zero else i + 1) / steps
-        for i in range(min(self.right_ramp, length)):
-            weights[length - 1 - i] *= (i + 1) / (self.right_ramp + 1)
-        return weights
+        """The blend weights of the ``stop - start`` samples of a decode, 0 to 1."""
+        return _ramped(self.stop - self.start, self.left_ramp, self.right_ramp, self.from_zero)
+
+    def latent_weights(self) -> list[float]:
+        """The blend weights of the ``latent_stop - latent_start`` latents of an encode, 0 to 1."""
+        left = -(-self.left_ramp // self.unit)  # rounded up: along time the ramp begins with the latent of one frame
+        return _ramped(self.latent_stop - self.latent_start, left, self.right_ramp // self.unit, self.from_zero)
+
+
+def _ramped(length: int, left: int, right: int, from_zero: bool) -> list[float]:
+    weights = [1.0] * length
+    for i in range(min(left, length)):
+        weights[i] *= i / left if from_zero else (i + 1) / (left + 1)
+    for i in range(min(right, length)):
+        weights[length - 1 - i] *= (i + 1) / (right + 1)
+    return weights
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One decode call: a box of latents and where its frames go."""
+    """One call of a decoder or encoder: a box of latents and the box of frames that they stand for."""
 
     time: Span
     height: Span
@@ -100,16 +114,24 @@ def plan_tiles(latent_frames: int, latent_height: int, latent_width: int, settin
     for name, size in (("frames", latent_frames), ("height", latent_height), ("width", latent_width)):
         if size < 1:
             raise ValueError(f"the number of latents along {name} is {size}; it must be at least 1")
-    overlap = settings.tile_overlap // PIXELS_PER_LATENT
-    long_tile = settings.tile_size // PIXELS_PER_LATENT
+    frames_unit, *space_units = settings.compression
     long_side = max(latent_height, latent_width)
     heights, widths = (
-        [_space_span(*cut) for cut in _split(size, max(2, overlap + 1, round(long_tile * size / long_side)), overlap)]
-        for size in (latent_height, latent_width)
+        _space_spans(size, size / long_side, settings, unit)
+        for size, unit in zip((latent_height, latent_width), space_units, strict=True)
     )
-    tile_frames, frames_overlap = (n // FRAMES_PER_LATENT for n in (settings.tile_frames, settings.tile_frames_overlap))
-    times = [_time_span(*cut) for cut in _split(latent_frames, tile_frames, frames_overlap)]
-    return _grid(times, heights, widths)
+    if settings.tile_frames is None:
+        cuts = _split(latent_frames, latent_frames, 0)
+    else:
+        cuts = _split(latent_frames, settings.tile_frames // frames_unit, settings.tile_frames_overlap // frames_unit)
+    return _grid([_time_span(*cut, frames_unit) for cut in cuts], heights, widths)
+
+
+def _space_spans(size: int, share: float, settings: TileSettings, unit: int) -> list[Span]:
+    """The cuts of a side of ``size`` latents that is ``share`` of the long one."""
+    overlap = settings.tile_overlap // unit
+    tile = max(2, overlap + 1, round(settings.tile_size // unit * share))
+    return [_space_span(*cut, unit) for cut in _split(size, tile, overlap)]
 
 
 def _grid(times: Sequence[Span], heights: Sequence[Span], widths: Sequence[Span]) -> tuple[Tile, ...]:
@@ -129,26 +151,24 @@ def _split(length: int, tile: int, overlap: int) -> Iterator[tuple[int, int, int
         yield i * stride, stop, overlap if i else 0, 0 if last else overlap
 
 
-def _space_span(start: int, stop: int, left: int, right: int) -> Span:
-    n = PIXELS_PER_LATENT
-    return Span(start, stop, start * n, stop * n, left * n, right * n, from_zero=False)
+def _space_span(start: int, stop: int, left: int, right: int, unit: int) -> Span:
+    return Span(start, stop, start * unit, stop * unit, left * unit, right * unit, from_zero=False, unit=unit)
 
 
-def _time_span(start: int, stop: int, left: int, right: int) -> Span:
-    n = FRAMES_PER_LATENT
+def _time_span(start: int, stop: int, left: int, right: int, unit: int) -> Span:
     if start:
-        # One latent earlier: the first latent of any decode gives one frame instead of eight, and a poor one.
+        # One latent earlier: the first latent of any decode gives one frame instead of ``unit``, and a poor one.
         start, left = start - 1, left + 1
-    left_ramp = 1 + (left - 1) * n if left else 0
-    return Span(start, stop, start * n, 1 + (stop - 1) * n, left_ramp, right * n, from_zero=True)
+    left_ramp = 1 + (left - 1) * unit if left else 0
+    return Span(start, stop, start * unit, 1 + (stop - 1) * unit, left_ramp, right * unit, from_zero=True, unit=unit)
 
 
 def decode_tiled(decode: Callable[[Tensor], Tensor], latents: Tensor, tiles: Sequence[Tile]) -> Iterator[Tensor]:
     """Decode tile by tile and yield the finished frames in order, one group per place along time.
 
-    ``decode``: latents [B, C, F, H, W] -> frames [B, 3, 8(F-1)+1, 32H, 32W]; called with views of ``latents``
-    [B, C, F, H, W], one at a time. Each group [B, 3, F', 32H, 32W] has the latents' dtype and the frames' memory
-    format and is the caller's own; the groups' F' add up to 8(F-1)+1. One tile and one group are alive at a time,
+    ``decode``: latents [B, C, F, H, W] -> frames [B, 3, T(F-1)+1, SH, SW]; called with views of ``latents``
+    [B, C, F, H, W], one at a time. Each group [B, 3, F', SH, SW] has the latents' dtype and the frames' memory
+    format and is the caller's own; the groups' F' add up to T(F-1)+1. One tile and one group are alive at a time,
     beside the frames that two groups share. Sums are weighted in the latents' dtype and divided by the summed weights.
 
     Raises:
@@ -158,7 +178,7 @@ def decode_tiled(decode: Callable[[Tensor], Tensor], latents: Tensor, tiles: Seq
     times, heights, widths = grid_axes(tiles, latents)
     carried: Tensor | None = None
     for (span, group), following in zip(groupby(tiles, lambda tile: tile.time), [*times[1:], None], strict=True):
-        total = _sum_group(decode, latents, group, carried)
+        total = _sum_group(decode, latents, group, carried, (heights[-1].stop, widths[-1].stop))
         ready = (span.stop if following is None else following.start) - span.start
         # Later groups reach into the rest: its sums are not final, and a copy of it lets the group go.
         carried = total[:, :, ready:].clone()
@@ -175,13 +195,20 @@ def grid_axes(tiles: Sequence[Tile], latents: Tensor) -> tuple[tuple[Span, ...],
     Raises:
         ValueError: ``tiles`` is not a complete grid in the order of ``plan_tiles``, or not of ``latents``.
     """
+    return _checked_axes(tiles, latents, "latents", lambda span: span.latent_stop)
+
+
+def _checked_axes(
+    tiles: Sequence[Tile], clip: Tensor, kind: str, end: Callable[[Span], int]
+) -> tuple[tuple[Span, ...], tuple[Span, ...], tuple[Span, ...]]:
+    """The axes of ``grid_axes``, whose last spans have their ``end`` at that of ``clip`` [B, C, F, H, W]."""
     times = tuple(dict.fromkeys(tile.time for tile in tiles))
     heights = tuple(dict.fromkeys(tile.height for tile in tiles))
     widths = tuple(dict.fromkeys(tile.width for tile in tiles))
-    covered = tuple(axis[-1].latent_stop if axis else 0 for axis in (times, heights, widths))
-    if covered != tuple(latents.shape[2:]) or tuple(tiles) != _grid(times, heights, widths):
+    covered = tuple(end(axis[-1]) if axis else 0 for axis in (times, heights, widths))
+    if covered != tuple(clip.shape[2:]) or tuple(tiles) != _grid(times, heights, widths):
         raise ValueError(
-            f"{len(tiles)} tiles over {covered} latents do not make a complete grid over {tuple(latents.shape[2:])}: "
+            f"{len(tiles)} tiles over {covered} {kind} do not make a complete grid over {tuple(clip.shape[2:])}: "
             f"pass all tiles of plan_tiles for this clip, in its order"
         )
     return times, heights, widths
@@ -192,8 +219,9 @@ def _sum_group(
     latents: Tensor,
     group: Iterator[Tile],
     carried: Tensor | None,
+    size: tuple[int, int],
 ) -> Tensor:
-    """Weighted sum of the tiles of one time span over the full height and width, on top of the carried frames."""
+    """Weighted sum of the tiles of one time span over the clip's ``size`` in pixels, on top of the carried frames."""
     import torch
 
     total: Tensor | None = None
@@ -202,7 +230,7 @@ def _sum_group(
         if total is None:
             channels_last = frames.is_contiguous(memory_format=torch.channels_last_3d)
             total = torch.empty(
-                (*frames.shape[:3], latents.shape[3] * PIXELS_PER_LATENT, latents.shape[4] * PIXELS_PER_LATENT),
+                (*frames.shape[:3], *size),
                 dtype=latents.dtype,
                 device=frames.device,
                 memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format,
@@ -228,7 +256,7 @@ def decode_tile(decode: Callable[[Tensor], Tensor], latents: Tensor, tile: Tile)
     if tuple(frames.shape[2:]) != expected:
         raise ValueError(
             f"a tile was decoded to {tuple(frames.shape[2:])} frames and pixels; its plan has {expected}: "
-            f"the plan fits decoders of {FRAMES_PER_LATENT} frames and {PIXELS_PER_LATENT} pixels per latent"
+            f"plan with the decoder's own compression instead of {tuple(span.unit for span in spans)}"
         )
     return frames
 
@@ -289,3 +317,45 @@ def _normalized(
     time = time[first_frame : first_frame + total.shape[2]]
     weights = (time[:, None, None] * height[:, None] * width).clamp_(min=MIN_WEIGHT)
     return torch.div(total, weights, out=torch.empty_like(total))
+
+
+def encode_tiled(encode: Callable[[Tensor], Tensor], frames: Tensor, tiles: Sequence[Tile]) -> Tensor:
+    """Encode frames [B, 3, F, H, W] tile by tile to latents [B, C, (F-1)/T + 1, H/S, W/S].
+
+    ``tiles``: the plan of these latents. ``encode`` has the shapes of this function and is called with views of
+    ``frames``, one at a time. Ramps lie over latents; sums are weighted in fp32 or wider, divided by the summed
+    weights, and returned in the dtype of what ``encode`` returns.
+
+    Raises:
+        ValueError: ``tiles`` is not the complete grid of ``plan_tiles`` for these frames, or ``encode`` returns another
+            number of latents than its tile covers.
+    """
+    import torch
+
+    axes = _checked_axes(tiles, frames, "frames and pixels", lambda span: span.stop)
+    parts = [_encode_tile(encode, frames, tile) for tile in tiles]
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].new_zeros((*parts[0].shape[:2], *(spans[-1].latent_stop for spans in axes)), dtype=dtype)
+    weights = torch.zeros_like(total[0, 0])
+    for tile, latents in zip(tiles, parts, strict=True):
+        spans = (tile.time, tile.height, tile.width)
+        t, h, w = (slice(span.latent_start, span.latent_stop) for span in spans)
+        time, height, width = (weights.new_tensor(span.latent_weights()) for span in spans)
+        mask = time[:, None, None] * height[:, None] * width
+        total[:, :, t, h, w].addcmul_(latents.to(dtype), mask)
+        weights[t, h, w] += mask
+    return (total / weights).to(parts[0].dtype)
+
+
+def _encode_tile(encode: Callable[[Tensor], Tensor], frames: Tensor, tile: Tile) -> Tensor:
+    """Latents [B, C, F, H, W] of one tile, cut from the whole clip's ``frames``."""
+    spans = (tile.time, tile.height, tile.width)
+    t, h, w = (slice(span.start, span.stop) for span in spans)
+    latents = encode(frames[:, :, t, h, w])
+    expected = tuple(span.latent_stop - span.latent_start for span in spans)
+    if tuple(latents.shape[2:]) != expected:
+        raise ValueError(
+            f"a tile was encoded to {tuple(latents.shape[2:])} latents; its plan has {expected}: "
+            f"plan with the encoder's own compression instead of {tuple(span.unit for span in spans)}"
+        )
+    return latents
