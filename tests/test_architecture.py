@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TORCH_FREE = (
     "run", "app", "arguments", "typed", "config", "validate", "requests", "job", "record", "checkpoint_files",
-    "checkpoint_kinds", "media_probe",
+    "checkpoint_kinds", "checkpoint_headers", "checkpoint_paths", "wan_files", "media_probe", "families.ltx2",
+    "families.wan", "memory", "ltx2_memory", "wan_memory",
 )  # fmt: skip
 
 # Who may not import what: prefixes of module names.
@@ -35,11 +36,31 @@ FORBIDDEN = {
         "vgen.worker",
         "vgen.app",
         "vgen.transforms",
+        "vgen.components",
         "hydra",
         "omegaconf",
         "lightning",
     ),
-    "vgen.pipelines": ("vgen.tasks", "vgen.worker", "vgen.app", "vgen.transforms", "hydra", "omegaconf", "lightning"),
+    "vgen.pipelines": (
+        "vgen.tasks",
+        "vgen.worker",
+        "vgen.app",
+        "vgen.transforms",
+        "vgen.components",
+        "hydra",
+        "omegaconf",
+        "lightning",
+    ),
+    "vgen.families": (
+        "vgen.components",
+        "vgen.stages",
+        "vgen.pipelines",
+        "vgen.tasks",
+        "vgen.worker",
+        "torch",
+        "hydra",
+    ),
+    "vgen.components": ("vgen.tasks", "vgen.worker", "vgen.app", "vgen.transforms", "hydra", "omegaconf", "lightning"),
     "vgen.tasks": ("vgen.worker", "vgen.app", "hydra", "omegaconf", "lightning"),
     "vgen.worker": ("vgen.app", "vgen.run", "hydra", "omegaconf"),
     "launchers": ("vgen.", "torch", "hydra", "omegaconf", "lightning"),

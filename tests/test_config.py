@@ -8,12 +8,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from vgen import app, typed
-from vgen.checkpoint_files import PACKAGED, resolve
+from vgen.checkpoint_files import resolve
+from vgen.checkpoint_paths import PACKAGED
 from vgen.config import Config, from_mapping, to_mapping
+from vgen.families import family_of
+from vgen.families.ltx2 import DISTILLED_STEPS
 from vgen.models.ltx2.config_official import from_official
 from vgen.requests import build_requests
 from vgen.typed import ConfigurationError
-from vgen.validate import DISTILLED_STEPS, validate, validate_request
+from vgen.validate import validate, validate_request
 
 CONF = Path(app.conf_dir())
 GROUPS = (
@@ -32,8 +35,7 @@ def compose_mapping(*overrides: str) -> dict[str, Any]:
 
 def check(*overrides: str, num_gpus: int | None = 0) -> Config:
     config = from_mapping(compose_mapping(*overrides))
-    assert config.model.architecture is not None
-    validate(config, build_requests(config.request), from_official(config.model.architecture), num_gpus)
+    validate(config, build_requests(config.request), family_of(config).architecture_of(config, None), num_gpus)
     return config
 
 
@@ -44,6 +46,10 @@ def test_every_option_composes_and_validates(group: str, option: str, tmp_path: 
         overrides.append(f"task.latents={tmp_path}")
     if option.startswith("train_"):
         overrides += [f"train.folder={tmp_path}", "model.weights=random"]
+    if "_i2v" in option:
+        overrides.append("task=bench_decode")  # a video needs an image
+    if option in ("unipc", "euler"):
+        overrides.append("model=wan_tiny")
     config = check(*overrides)
     assert from_mapping(to_mapping(config)) == config
 
@@ -102,7 +108,7 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("sampler.schedule=distilled sampler.steps=8", "model=ltx2_tiny, which is not distilled"),
         ("model.kind=distilled", "does not fit model=ltx2_tiny, which is distilled.*use model=ltx2_distilled"),
         ("model.version='2.3'", "model=ltx2_tiny is LTX-2 2.0 and .* has the defaults of 2.3; use model=ltx2 with"),
-        ("model.offload=disk", "use one of: none, text_encoder, stages"),
+        ("model.offload=disk", "use one of: none, text_encoder, expert, stages"),
         ("bench.warmup=-1", "negative"),
         ("bench.repeats=0", "runs nothing"),
         ("task.latents=/nowhere", "does not exist"),
@@ -168,9 +174,10 @@ def test_more_ranks_than_devices() -> None:
 
 
 def test_a_request_of_a_file_is_named_by_its_number() -> None:
-    request = build_requests(from_mapping(compose_mapping("request.width=100")).request)[0]
+    config = from_mapping(compose_mapping("request.width=100"))
+    rule = family_of(config).size_rule(family_of(config).architecture_of(config, None))
     with pytest.raises(ConfigurationError, match=r"request 0: request\.width=100"):
-        validate_request(request, several=True)
+        validate_request(build_requests(config.request)[0], rule, several=True)
 
 
 @pytest.mark.parametrize(

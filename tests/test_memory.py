@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.architectures import architecture
-from vgen import memory
-from vgen.memory import GIB, Activations, TextSizes, choose_decode, describe, fit, predict
+from vgen import ltx2_memory, memory
+from vgen.ltx2_memory import GUIDANCE_TENSORS, TextSizes, denoise_bytes, estimate, rope_bytes
+from vgen.memory import GIB, Activations, choose_decode, describe, fit, predict
 from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder
 from vgen.models.ltx2.bandwidth import BandwidthExtendedVocoder
@@ -53,14 +54,14 @@ WEIGHTS_2_0 = {
     "audio_decoder": 63_831_000,
     "vocoder": 111_186_000,
 }
-ESTIMATE_2_0 = memory.estimate(LTX_2_0, FULL, GEMMA, TILES, value_bytes=2, contexts=2)
+ESTIMATE_2_0 = estimate(LTX_2_0, FULL, GEMMA, TILES, value_bytes=2, contexts=2)
 """bf16 at 768x1280x121, the sizes that BENCHMARKS.md measured on an H200."""
 
 
 def test_a_step_alone_as_measured() -> None:
     # 36.7 GiB with the transformer alone, text projected anew at each step: no keys and values kept.
     uncached = dataclasses.replace(TRANSFORMER_2_0, caption_projection=False)
-    work = memory.denoise_bytes(uncached, FULL, 1024, 1, 2) + memory.rope_bytes(uncached, FULL, 2)
+    work = denoise_bytes(uncached, FULL, 1024, 1, 2) + rope_bytes(uncached, FULL, 2)
     assert (WEIGHTS_2_0["transformer"] + work) / GIB == pytest.approx(36.7, rel=0.01)
 
 
@@ -137,7 +138,7 @@ SMALL_DECODERS = {
 @pytest.mark.parametrize("latents", [(3, 4, 6), (5, 3, 2)])
 def test_whole_decode_is_what_the_decoder_allocates(config: VideoDecoderConfig, latents: tuple[int, ...]) -> None:
     decoder, x = randomized(VideoDecoder(config)), torch.randn(1, config.latent_channels, *latents)
-    predicted = memory.decode_bytes(config, latents, value_bytes=4) - memory.CONVOLUTION_WORKSPACE
+    predicted = ltx2_memory.decode_bytes(config, latents, value_bytes=4) - memory.CONVOLUTION_WORKSPACE
     assert peak_of(lambda: decoder(x)) == predicted
 
 
@@ -158,7 +159,7 @@ SMALL_ENCODERS = {
 def test_encode_is_what_the_encoder_allocates(blocks: tuple[EncoderBlock, ...], pixels: tuple[int, ...]) -> None:
     config = VideoEncoderConfig(3, 8, 4, blocks, "zeros")
     encoder, clip = randomized(VideoEncoder(config)), torch.randn(1, 3, *pixels)
-    predicted = memory.encode_bytes(config, pixels, value_bytes=4) - memory.CONVOLUTION_WORKSPACE
+    predicted = ltx2_memory.encode_bytes(config, pixels, value_bytes=4) - memory.CONVOLUTION_WORKSPACE
     assert peak_of(lambda: encoder(clip)) + clip.nbytes == predicted
 
 
@@ -192,8 +193,8 @@ def test_denoising_is_what_the_transformer_allocates(version: str) -> None:
         video = Stream(torch.randn(1, tokens, 4), sigmas, sigma, text_video, rows)
         transformer(video, Stream(torch.randn(1, 9, 4), sigma, sigma, text_audio), rope)
 
-    predicted = memory.denoise_bytes(config, geometry, 32, 1, 4, conditioned) + memory.rope_bytes(config, geometry, 4)
-    predicted -= memory.GUIDANCE_TENSORS * (tokens + 9) * 4 * 4  # of the loop, which is not here
+    predicted = denoise_bytes(config, geometry, 32, 1, 4, conditioned) + rope_bytes(config, geometry, 4)
+    predicted -= GUIDANCE_TENSORS * (tokens + 9) * 4 * 4  # of the loop, which is not here
     # The rest is the modulation's rows and the latents, which do not grow with the width of the tokens.
     assert peak_of(step) == pytest.approx(predicted, rel=0.05)
 
@@ -208,13 +209,13 @@ def test_audio_is_about_what_its_parts_allocate() -> None:
     vae = AudioDecoderConfig(32, (1, 2, 4), 2, 2, 4, 64, 16000, 160)
     encoder = randomized(AudioEncoder(AudioEncoderConfig(32, (1, 2, 4), 2, 2, 4, 64, 16000, 160, 1024)))
     for module, shape, predicted in (
-        (Vocoder(small), (1, 2, 20, 8), memory._vocoder_values(small, 20)),
-        (Vocoder(VOCODER_2_3), (1, 2, 20, 8), memory._vocoder_values(VOCODER_2_3, 20)),
-        (AudioDecoder(vae), (1, 4, 20, 16), memory.AUDIO_VAE_TENSORS * 80 * 64 * 32),
+        (Vocoder(small), (1, 2, 20, 8), ltx2_memory._vocoder_values(small, 20)),
+        (Vocoder(VOCODER_2_3), (1, 2, 20, 8), ltx2_memory._vocoder_values(VOCODER_2_3, 20)),
+        (AudioDecoder(vae), (1, 4, 20, 16), ltx2_memory.AUDIO_VAE_TENSORS * 80 * 64 * 32),
     ):
         module, x = randomized(module), torch.randn(shape)
         assert peak_of(lambda module=module, x=x: module(x)) == pytest.approx(predicted * 4, rel=0.1)  # type: ignore[misc]
-    assert peak_of(lambda: encoder(torch.randn(1, 2, 77, 64))) < memory.AUDIO_VAE_TENSORS * 80 * 64 * 32 * 4
+    assert peak_of(lambda: encoder(torch.randn(1, 2, 77, 64))) < ltx2_memory.AUDIO_VAE_TENSORS * 80 * 64 * 32 * 4
 
 
 def test_bandwidth_extension_computes_in_fp32_on_copies_of_weights() -> None:
@@ -228,7 +229,7 @@ def test_bandwidth_extension_computes_in_fp32_on_copies_of_weights() -> None:
     module = randomized(BandwidthExtendedVocoder(first, extension)).bfloat16()
     geometry = dataclasses.replace(FULL, audio_tokens=5)
     small_vae = dataclasses.replace(LTX_2_0.audio_decoder, base_channels=1)  # so that it is not the larger part
-    predicted = memory.audio_bytes(dataclasses.replace(config, audio_decoder=small_vae), geometry, 2)
+    predicted = ltx2_memory.audio_bytes(dataclasses.replace(config, audio_decoder=small_vae), geometry, 2)
     mel = torch.randn(1, 2, 5 * 4, 8)
     assert peak_of(lambda: module(mel)) == pytest.approx(predicted - memory.CONVOLUTION_WORKSPACE, rel=0.1)
 
@@ -243,15 +244,15 @@ def test_tiled_decode_is_what_the_tiles_allocate() -> None:
             written = frames.to(torch.uint8)  # held with its frames while the next group is decoded
         assert written.numel()
 
-    predicted = memory.tiled_decode_bytes(config, latents, tiles, value_bytes=4) - memory.CONVOLUTION_WORKSPACE
+    predicted = ltx2_memory.tiled_decode_bytes(config, latents, tiles, value_bytes=4) - memory.CONVOLUTION_WORKSPACE
     assert len(tiles) > 8
     assert peak_of(decode) == pytest.approx(predicted, rel=0.08)
 
 
 def test_largest_tensor_is_the_one_that_convolutions_refuse() -> None:
-    assert memory.largest_decode_tensor(DECODER_2_0, (16, 24, 40)) == 123 * 194 * 322 * 128
-    assert memory.largest_decode_tensor(DECODER_2_0, (33, 24, 40)) < memory.LARGEST_TENSOR
-    assert memory.largest_decode_tensor(DECODER_2_0, (36, 24, 40)) > memory.LARGEST_TENSOR
+    assert ltx2_memory.largest_decode_tensor(DECODER_2_0, (16, 24, 40)) == 123 * 194 * 322 * 128
+    assert ltx2_memory.largest_decode_tensor(DECODER_2_0, (33, 24, 40)) < memory.LARGEST_TENSOR
+    assert ltx2_memory.largest_decode_tensor(DECODER_2_0, (36, 24, 40)) > memory.LARGEST_TENSOR
 
 
 def test_text_normalisation_is_what_the_connectors_allocate() -> None:
@@ -262,43 +263,43 @@ def test_text_normalisation_is_what_the_connectors_allocate() -> None:
         hidden = [torch.ones(1, tokens, width, dtype=torch.bfloat16) for _ in range(states)]
         normalise_states(torch.stack(hidden, dim=-1), mask)
 
-    predicted = memory.text_bytes(TextSizes(tokens, width, width, states), value_bytes=2)
+    predicted = ltx2_memory.text_bytes(TextSizes(tokens, width, width, states), value_bytes=2)
     assert peak_of(normalise) == pytest.approx(predicted, rel=0.05)
 
 
 def test_denoising_grows_with_what_is_in_it() -> None:
     def work(geometry: Geometry = FULL, contexts: int = 2, **changes: Any) -> int:
-        return memory.denoise_bytes(dataclasses.replace(TRANSFORMER_2_0, **changes), geometry, 1024, contexts, 2)
+        return denoise_bytes(dataclasses.replace(TRANSFORMER_2_0, **changes), geometry, 1024, contexts, 2)
 
     cache = 2 * 48 * 1024 * (4096 + 2048) * 2
     assert work(contexts=2) - work(contexts=1) == cache + 1024 * (4096 + 2048) * 2
     assert work() - work(caption_projection=False) == 2 * cache  # 2.3 keeps no keys and values of the text
     keyframe = dataclasses.replace(FULL, keyframes=(8,))
-    assert work(keyframe) - work() == 24 * 40 * (11 * 4096 * 2 + memory.GUIDANCE_TENSORS * 128 * 4)
+    assert work(keyframe) - work() == 24 * 40 * (11 * 4096 * 2 + GUIDANCE_TENSORS * 128 * 4)
     assert work(dataclasses.replace(FULL, audio_tokens=0)) < work()
 
 
 def test_images_cost_their_stage_and_rows_per_token() -> None:
     plain, conditioned = (
-        memory.estimate(LTX_2_0, FULL, GEMMA, TILES, value_bytes=2, contexts=2, encoded_frames=n, conditioned=bool(n))
+        estimate(LTX_2_0, FULL, GEMMA, TILES, value_bytes=2, contexts=2, encoded_frames=n, conditioned=bool(n))
         for n in (0, 1)
     )
     assert conditioned.denoise - plain.denoise == 3 * 15360 * 4096 * 2
-    assert conditioned.encode_video == memory.encode_bytes(ENCODER_2_0, (1, 768, 1280), 2)
+    assert conditioned.encode_video == ltx2_memory.encode_bytes(ENCODER_2_0, (1, 768, 1280), 2)
 
 
 def test_encoding_a_clip_takes_about_what_decoding_it_does() -> None:
     # The same three tensors of the finest level, and the pixels.
-    clip = memory.encode_bytes(ENCODER_2_0, (121, 768, 1280), 2)
+    clip = ltx2_memory.encode_bytes(ENCODER_2_0, (121, 768, 1280), 2)
     pixels = 121 * 768 * 1280 * 3 * 4  # which stay beside it in fp32
-    assert clip == pytest.approx(memory.decode_bytes(DECODER_2_0, (16, 24, 40), 2) + pixels, rel=0.01)
-    image = memory.encode_bytes(ENCODER_2_0, (1, 768, 1280), 2)
+    assert clip == pytest.approx(ltx2_memory.decode_bytes(DECODER_2_0, (16, 24, 40), 2) + pixels, rel=0.01)
+    image = ltx2_memory.encode_bytes(ENCODER_2_0, (1, 768, 1280), 2)
     assert image < clip / 20
 
 
 def test_stages_that_a_run_lacks_are_left_out() -> None:
     def stages(geometry: Geometry = FULL, **options: Any) -> set[str]:
-        activations = memory.estimate(LTX_2_0, geometry, GEMMA, TILES, value_bytes=2, contexts=1, **options)
+        activations = estimate(LTX_2_0, geometry, GEMMA, TILES, value_bytes=2, contexts=1, **options)
         return set(predict({}, activations).stages)
 
     assert stages() == {"text_encode", "denoise", "decode_video", "decode_audio"}

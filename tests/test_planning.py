@@ -72,7 +72,7 @@ def test_one_large_request_has_all_decoded_in_tiles(tmp_path: Path) -> None:
 
 def test_a_task_counts_only_what_it_builds(tmp_path: Path) -> None:
     job = make_job(tmp_path, *FULL)
-    decode = predict_run(job, job.requests, transforms.DECODERS, 139 * GIB)
+    decode = predict_run(job, job.requests, transforms.decoders_of(job), 139 * GIB)
     assert set(decode.stages) == {"decode_video", "decode_audio"}
     step = predict_run(job, job.requests, ("transformer",), 139 * GIB)
     assert set(step.stages) == {"denoise"}

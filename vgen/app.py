@@ -80,6 +80,11 @@ def explain(error: BaseException) -> str:
         listing = match[3].split("Config search path")[0]
         options = ", ".join(line.strip() for line in listing.split("\n") if line.strip())
         return f"{match[1]}={match[2]} is not an option; use one of: {options}"
+    if match := re.search(r"Interpolation key 'model\.(sampler_defaults\.[^']+)' not found", text):
+        return (
+            f"this sampler is not for this model, which has no {match[1]}; leave sampler= out, or use default with "
+            f"LTX-2 and unipc or euler with Wan"
+        )
     if match := re.search(r"Ambiguous value for argument '([^']*)'", text):
         return (
             f"the argument {match[1]} has a comma; quote the text ('key=\"a,b\"'), use [a,b] for a list, or -m to sweep"

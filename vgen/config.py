@@ -24,12 +24,16 @@ class TextEncoderConfig:
 
 @dataclass(frozen=True)
 class VaeConfig:
-    backend: Literal["native"]
+    backend: Literal["native", "diffusers"]
+    """``diffusers`` for Wan only: its ``AutoencoderKLWan`` in place of the modules of this package."""
     tile_size: int
     """Pixels of a tile along the long side."""
     tile_overlap: int
-    tile_frames: int
-    tile_frames_overlap: int
+    tile_frames: int | None = None
+    """Frames of a tile; None does not cut along time."""
+    tile_frames_overlap: int = 0
+    chunk: int | None = None
+    """Wan's latent frames at a time, of which the result does not depend; None takes as many as convolutions can."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class RequestDefaults:
     negative_prompt: str
     image_crf: int
     """H.264 quality that an image is compressed with before it is encoded, as the model was trained; 0 is off."""
+    audio: Literal["generate", "none"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class GuidanceConfig:
 
 @dataclass(frozen=True)
 class SamplerConfig:
+    """LTX-2's: ``sampler=default``."""
+
     steps: int
     schedule: Literal["official", "diffusers", "distilled"]
     sigmas: tuple[float, ...] | None
@@ -74,12 +81,28 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True)
+class FlowSamplerConfig:
+    """Wan's: ``sampler=unipc`` or ``sampler=euler``."""
+
+    solver: Literal["unipc", "euler"]
+    steps: int
+    schedule: Literal["official", "diffusers"]
+    """The sigmas before the shift: the official code's begin at 0.999, those of diffusers at 1."""
+    shift: float
+    guidance_scale: float
+    """1 turns classifier-free guidance off. With two experts it is the first one's, that of high noise."""
+    guidance_scale_2: float | None
+    """Of the second expert, that of low noise; None where there is one transformer."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     name: str
-    family: Literal["ltx2"]
-    version: Literal["2.0", "2.3"]
-    kind: Literal["dev", "distilled"]
-    """What ``sampler_defaults`` suit; a checkpoint that says what it is has to be of this kind."""
+    family: Literal["ltx2", "wan"]
+    version: Literal["2.0", "2.1", "2.2", "2.3"]
+    kind: Literal["dev", "distilled", "t2v", "i2v", "ti2v"]
+    """What ``sampler_defaults`` suit, and what Wan's transformer takes besides text; a checkpoint that says what it is
+    has to be of this kind."""
     checkpoint: str | None
     """Local path (single file or diffusers folder), ``vgen://<path>`` inside the package, or hub id
     (``Lightricks/LTX-2/ltx-2-19b-dev.safetensors``)."""
@@ -91,11 +114,18 @@ class ModelConfig:
     text_encoder: TextEncoderConfig
     vae: VaeConfig
     attention: Literal["sdpa", "cudnn", "flash", "fa3", "fa4"]
-    offload: Literal["none", "text_encoder", "stages"]
-    """``text_encoder``: all prompts are encoded first and it is freed; ``stages``: only the stage at work is on the
-    device, the rest waits in host memory."""
+    offload: Literal["none", "text_encoder", "expert", "stages"]
+    """``text_encoder``: all prompts are encoded first and it is freed; ``expert``: of Wan's two transformers only the
+    one at work is on the device; ``stages``: only the stage at work is. The rest waits in host memory."""
     request_defaults: RequestDefaults
-    sampler_defaults: SamplerConfig
+    sampler_defaults: dict[str, Any]
+    """What the sampler takes where the user says nothing."""
+    allow_pickle: bool = False
+    """Whether Wan's original ``.pth`` files may be read, with ``weights_only=True``."""
+    boundary: float | None = None
+    """Wan's two experts: the part of 1000 that a timestep has to reach for the first one, that of high noise."""
+    residual: Literal["fp32", "model"] = "fp32"
+    """Wan's tokens from block to block: in fp32 as in the official code, or in the model's dtype as in diffusers."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +309,7 @@ class Config:
     parallel: ParallelConfig
     quant: QuantConfig
     graph: GraphConfig
-    sampler: SamplerConfig
+    sampler: SamplerConfig | FlowSamplerConfig
     request: RequestConfig
     output: OutputConfig
     logger: LoggerConfig

@@ -6,25 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vgen import checkpoint_files, config, record, requests
-from vgen.checkpoint_files import Checkpoint, TextEncoderFiles
+from vgen import config, record, requests
 from vgen.config import Config
-from vgen.models.ltx2.config import LTX2Config
-from vgen.models.ltx2.config_diffusers import from_diffusers
-from vgen.models.ltx2.config_official import from_official
+from vgen.families import family_of
 from vgen.requests import Request
 from vgen.typed import ConfigurationError
 
 
 @dataclass(frozen=True)
 class Job:
-    """``checkpoint`` and ``text_encoder`` are None with random weights."""
+    """``checkpoint`` and ``text_encoder`` are None with random weights.
+
+    With LTX-2 they are a ``Checkpoint`` and ``TextEncoderFiles``, and ``architecture`` is an ``LTX2Config``; with Wan
+    the checkpoint is a ``WanCheckpoint`` with its text encoder inside, and ``architecture`` a ``WanArchitecture``.
+    """
 
     config: Config
     requests: tuple[Request, ...]
-    checkpoint: Checkpoint | None
-    text_encoder: TextEncoderFiles | None
-    architecture: LTX2Config
+    checkpoint: Any
+    text_encoder: Any
+    architecture: Any
     device: str
     out_dir: Path
     sweep: str | None
@@ -56,14 +57,20 @@ def plan_job(
     Raises:
         ConfigurationError, CheckpointError, ConfigError: what is missing or does not fit, before anything is loaded.
     """
-    checkpoint, text_encoder = _find_files(settings)
+    family = family_of(settings)
+    if settings.model.weights == "load" and settings.model.checkpoint is None:
+        raise ConfigurationError(
+            "model.checkpoint is not set, and model.weights=load needs one; "
+            "give model.checkpoint=<path or hub id> or model.weights=random"
+        )
+    checkpoint, text_encoder = family.find_files(settings)
     device = settings.device if settings.device != "auto" else ("cpu" if num_gpus == 0 else "cuda")
     return Job(
         config=settings,
         requests=requests,
         checkpoint=checkpoint,
         text_encoder=text_encoder,
-        architecture=architecture_of(settings, checkpoint),
+        architecture=family.architecture_of(settings, checkpoint),
         device=device,
         out_dir=out_dir,
         sweep=sweep,
@@ -74,43 +81,15 @@ def read_job(path: Path) -> Job:
     """The job that :meth:`Job.write` wrote."""
     data: dict[str, Any] = json.loads(path.read_text())
     settings = config.from_mapping(data["config"])
-    checkpoint = Checkpoint.from_mapping(data["checkpoint"]) if data["checkpoint"] else None
+    family = family_of(settings)
+    checkpoint, text_encoder = family.read_files(data["checkpoint"], data["text_encoder"])
     return Job(
         config=settings,
         requests=tuple(requests.from_mapping(request) for request in data["requests"]),
         checkpoint=checkpoint,
-        text_encoder=TextEncoderFiles.from_mapping(data["text_encoder"]) if data["text_encoder"] else None,
-        architecture=architecture_of(settings, checkpoint),
+        text_encoder=text_encoder,
+        architecture=family.architecture_of(settings, checkpoint),
         device=data["device"],
         out_dir=Path(data["out_dir"]),
         sweep=data["sweep"],
-    )
-
-
-def architecture_of(settings: Config, checkpoint: Checkpoint | None) -> LTX2Config:
-    if checkpoint is None:
-        assert settings.model.architecture is not None
-        return from_official(settings.model.architecture)
-    return from_official(checkpoint.config) if checkpoint.layout == "official" else from_diffusers(checkpoint.config)
-
-
-def _find_files(settings: Config) -> tuple[Checkpoint | None, TextEncoderFiles | None]:
-    model = settings.model
-    if model.weights == "random":
-        if model.architecture is None or model.text_encoder.architecture is None:
-            raise ConfigurationError(
-                f"model={model.name} has no sizes for model.weights=random; set model.architecture and "
-                f"model.text_encoder.architecture"
-            )
-        return None, None
-    if model.checkpoint is None:
-        raise ConfigurationError(
-            "model.checkpoint is not set, and model.weights=load needs one; "
-            "give model.checkpoint=<path or hub id> or model.weights=random"
-        )
-    checkpoint = checkpoint_files.resolve(model.checkpoint, model.revision)
-    if not settings.task.generates:
-        return checkpoint, None
-    return checkpoint, checkpoint_files.resolve_text_encoder(
-        model.text_encoder.checkpoint, model.text_encoder.revision, checkpoint
     )

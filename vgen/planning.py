@@ -10,12 +10,9 @@ import torch.distributed as dist
 
 from vgen import memory, transforms
 from vgen.job import Job
-from vgen.memory import Activations, Decode, Prediction, TextSizes
+from vgen.memory import Activations, Decode, Prediction
 from vgen.models.attention_backends import require_backend, what_ran
-from vgen.pipelines.ltx2 import plan_request_passes
 from vgen.requests import Request
-from vgen.stages.latents import latent_geometry
-from vgen.stages.passes import needs_negative
 
 notice = logging.getLogger("vgen.notice")
 
@@ -74,23 +71,16 @@ def _say(level: int, sentence: str) -> None:
 
 
 def _plan_attention(job: Job, request: Request, device: torch.device) -> str:
-    """The kernel of the video's self-attention, the largest of all."""
-    config, name = job.architecture.transformer, job.config.model.attention
+    """The kernel of the video's self-attention."""
+    sizes, name = transforms.attention_sizes(job, request), job.config.model.attention
     dtype = transforms.DTYPES[job.config.quant.mode]
-    require_backend(name, device, dtype, {config.attention_head_dim, config.audio_attention_head_dim})
-    return what_ran(
-        name,
-        device,
-        dtype,
-        num_heads=config.num_attention_heads,
-        head_dim=config.attention_head_dim,
-        tokens=latent_geometry(request).video_tokens,
-    )
+    require_backend(name, device, dtype, {sizes.head_dim, *sizes.other_head_dims})
+    return what_ran(name, device, dtype, num_heads=sizes.num_heads, head_dim=sizes.head_dim, tokens=sizes.tokens)
 
 
 def predict_run(job: Job, requests: Sequence[Request], components: Collection[str], free_bytes: int) -> Prediction:
     """The prediction of the largest request; one that has to be decoded in tiles has all decoded so."""
-    weights = {name: _weight_bytes(job, name) for name in components}
+    weights = {name: transforms.component_bytes(job, name) for name in components}
     strategy, offload = job.config.parallel.vae_strategy, job.config.model.offload
     predictions = []
     for request in requests:
@@ -104,36 +94,6 @@ def predict_run(job: Job, requests: Sequence[Request], components: Collection[st
     return max(predictions, key=lambda prediction: prediction.peak)
 
 
-def _weight_bytes(job: Job, component: str) -> int:
-    with torch.device("meta"):
-        module = transforms.MODULES[component](job)
-    return memory.weight_bytes(module, transforms.DTYPES[job.config.quant.mode].itemsize)
-
-
 def _activations(job: Job, request: Request, components: Collection[str]) -> Activations:
-    text = transforms.text_config(job)
-    activations = memory.estimate(
-        job.architecture,
-        latent_geometry(request),
-        TextSizes(
-            tokens=job.config.model.text_encoder.max_length,
-            hidden_size=text["hidden_size"],
-            intermediate_size=text["intermediate_size"],
-            num_states=text["num_hidden_layers"] + 1,
-        ),
-        transforms.plan_decode(job, request),
-        value_bytes=transforms.DTYPES[job.config.quant.mode].itemsize,
-        contexts=1 + needs_negative(plan_request_passes(request, job.config.sampler)),
-        encoded_frames=_encoded_frames(job, request),
-        encodes_sound=request.sound_source is not None,
-        conditioned=bool(request.images),
-    )
     idle = [stage for stage, names in memory.STAGE_WEIGHTS.items() if not set(names) & set(components)]
-    return activations.without(idle)
-
-
-def _encoded_frames(job: Job, request: Request) -> int:
-    """Frames of the longest clip that the video encoder gets."""
-    if request.video or job.config.task.name == "bench_encode":
-        return request.num_frames
-    return min(1, len(request.images))
+    return transforms.activations(job, request, components).without(idle)

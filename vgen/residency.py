@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 HOST = torch.device("cpu")
 
+PREFETCH_MARGIN = 2 * 2**30
+"""Bytes that ``prefetch`` leaves to the work beside it."""
+
 
 class ResidencyError(ValueError):
     """A module is not known, or shares weights with one that stays elsewhere."""
@@ -41,6 +44,15 @@ class _Visitor:
             copy.copy_(storage, non_blocking=True)
         for tensor, index, on_host in self.places:
             tensor.data = _like(on_host, copies[index])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.numel() for storage in self.storages)
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that ``stream`` uses the copies, too."""
+        for tensor, _, _ in self.places:
+            tensor.record_stream(stream)
 
     def move_home(self) -> None:
         for tensor, _, on_host in self.places:
@@ -69,6 +81,7 @@ class Residency:
         self._modules: dict[str, nn.Module] = {}
         self._travelling: set[str] = set()
         self._visitors: dict[str, _Visitor] = {}
+        self._arriving: dict[str, torch.cuda.Event] = {}
         self._users: Counter[str] = Counter()
         for name, module in resident.items():
             self.keep(name, module)
@@ -104,8 +117,7 @@ class Residency:
             ResidencyError: an unknown name.
         """
         for name in names:
-            if name not in self._modules:
-                raise ResidencyError(f"'{name}' is no module of this run; known are {', '.join(sorted(self._modules))}")
+            self._check(name)
         entered: list[str] = []
         try:
             for name in names:
@@ -118,8 +130,35 @@ class Residency:
             for name in reversed(entered):
                 self._leave(name)
 
+    def prefetch(self, name: str) -> bool:
+        """Begin to bring the weights of ``name``, beside what the device does; the next ``use`` of it has less to wait
+        for. Does nothing where the device has no room for them, and says whether it did.
+
+        Raises:
+            ResidencyError: an unknown name.
+        """
+        self._check(name)
+        if name not in self._visitors or self._users[name] or name in self._arriving:
+            return False
+        visitor = self._visitors[name]
+        free, _ = torch.cuda.mem_get_info(self._device)
+        # What the allocator holds and does not use is room as well.
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if visitor.num_bytes > free - PREFETCH_MARGIN:
+            return False
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            visitor.move_to(self._device)
+        # The blocks are of the other stream's pool, and are used and freed on this one.
+        visitor.record(torch.cuda.current_stream(self._device))
+        self._arriving[name] = stream.record_event()
+        return True
+
     def _enter(self, name: str) -> None:
-        if name in self._visitors and not self._users[name]:
+        if name in self._arriving:
+            torch.cuda.current_stream(self._device).wait_event(self._arriving.pop(name))
+        elif name in self._visitors and not self._users[name]:
             self._visitors[name].move_to(self._device)
         self._users[name] += 1
 
@@ -127,6 +166,10 @@ class Residency:
         self._users[name] -= 1
         if name in self._visitors and not self._users[name]:
             self._visitors[name].move_home()
+
+    def _check(self, name: str) -> None:
+        if name not in self._modules:
+            raise ResidencyError(f"'{name}' is no module of this run; known are {', '.join(sorted(self._modules))}")
 
     def _add(self, name: str, module: nn.Module, *, travels: bool) -> None:
         if name in self._modules:

@@ -68,7 +68,15 @@ def _convert_union(hint: Any, value: Any, path: str) -> Any:
     options = [option for option in get_args(hint) if option is not type(None)]
     if value is None and len(options) < len(get_args(hint)):
         return None
-    return _convert(options[0], value, path)
+    return _convert(_fitting(options, value), value, path)
+
+
+def _fitting(options: Sequence[Any], value: Any) -> Any:
+    """Of several records the one that knows most of ``value``'s keys."""
+    if not isinstance(value, Mapping) or len(options) == 1:
+        return options[0]
+    names = {option: {field.name for field in dataclasses.fields(option)} for option in options}
+    return max(options, key=lambda option: len(names[option] & value.keys()) - len(names[option] ^ value.keys()))
 
 
 _SCALAR_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -90,11 +98,16 @@ def unknown_setting(cls: type, path: str) -> str:
     current: Any = cls
     keys = path.lstrip("+~").split(".")
     for depth, key in enumerate(keys):
-        names = [field.name for field in dataclasses.fields(current)] if dataclasses.is_dataclass(current) else []
-        if key not in names:
-            return _unknown(".".join(keys), key, names) if names else f"'{path}' is not a setting"
-        hint = get_type_hints(current)[key]
-        if not dataclasses.is_dataclass(hint) and depth < len(keys) - 1:
+        hints = {name: hint for record in _records(current) for name, hint in get_type_hints(record).items()}
+        if key not in hints:
+            return _unknown(".".join(keys), key, list(hints)) if hints else f"'{path}' is not a setting"
+        current = hints[key]
+        if not _records(current) and depth < len(keys) - 1:
             return f"'{path}' is not a setting; '{'.'.join(keys[: depth + 1])}' has no parts"
-        current = hint
     return f"'{path}' cannot be set here"
+
+
+def _records(hint: Any) -> list[Any]:
+    """The dataclasses that a value of type ``hint`` may be."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return [option for option in options if dataclasses.is_dataclass(option)]

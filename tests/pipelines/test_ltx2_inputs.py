@@ -31,6 +31,7 @@ from tests.pipelines.test_ltx2_pipeline import (
     official_job,
 )
 from vgen import media_in, transforms
+from vgen.components import ltx2 as built
 from vgen.diffusion.schedule import build_sigmas
 from vgen.job import Job
 from vgen.pipelines import ltx2
@@ -313,7 +314,7 @@ def _video_perturbed(job: Job, latents: Tensor, audio: Tensor, sigma: float, tex
     from vgen.models.ltx2.perturbation import Perturbation
     from vgen.models.ltx2.transformer import Stream
 
-    transformer = transforms.build_transformer(job, torch.device("cpu"))
+    transformer = built.build_transformer(job, torch.device("cpu"))
     rope = transformer.rope_tables(latent_geometry(job.requests[0]), "cpu", torch.float32)
     level, zero = torch.full((1,), sigma), torch.zeros(1)
     streams = Stream(latents, level, level, text[0]), Stream(audio, zero, zero, text[1])

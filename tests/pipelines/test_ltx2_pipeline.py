@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests import tiny_ltx2
 from vgen import app, media, residency, transforms
+from vgen.components import ltx2 as built
 from vgen.config import from_mapping
 from vgen.job import Job, plan_job
 from vgen.memory import VISITING
@@ -353,7 +354,7 @@ def test_a_stage_that_forgets_its_weights_is_found_out(
 
 
 def test_a_freed_text_encoder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, seen = transforms.build_text, []
+    build, seen = built.build_text, []
 
     def remember(*arguments: Any) -> Any:
         text = build(*arguments)

@@ -10,7 +10,7 @@ import torch
 from tokenizers import models, normalizers
 
 from tests.pipelines.test_ltx2_pipeline import make_job
-from vgen import transforms
+from vgen.components import ltx2
 from vgen.models.gemma3 import Tokenizer
 from vgen.stages.text import TextComponents, encode_prompts
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> TextComponents:
     """The text side of the default model."""
-    return transforms.build_text(make_job(tmp_path_factory.mktemp("job")), CPU)
+    return ltx2.build_text(make_job(tmp_path_factory.mktemp("job")), CPU)
 
 
 def said(text: TextComponents, prompts: list[str], caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -79,6 +79,6 @@ def test_nothing_is_unknown_to_bytes() -> None:
 
 
 def test_random_weights_read_bytes_and_know_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = transforms.build_text(make_job(tmp_path, "model.weights=random"), CPU)
+    text = ltx2.build_text(make_job(tmp_path, "model.weights=random"), CPU)
     assert text.tokenizer.unknown_id is None
     assert said(text, ["a cat 🦊"], caplog) == []

@@ -102,6 +102,10 @@ def plan_request_passes(request: Request, sampler: SamplerConfig) -> tuple[Pass,
     return plan_passes(video, make_guidance(sampler.audio))
 
 
+def pass_names(request: Request, sampler: SamplerConfig) -> list[str]:
+    return [one.name for one in plan_request_passes(request, sampler)]
+
+
 def make_guidance(config: GuidanceConfig) -> Guidance:
     return Guidance(**dataclasses.asdict(config))
 
@@ -139,10 +143,10 @@ def decode(
             sound = decode_audio(decoders.audio, audio)
         check_finite("the waveform", sound.waveform, "after the vocoder")
     with timer("write"), residency.use("video_decoder"):
-        sink.write(_timed(decoders.decode_video(video), timer), sound)
+        sink.write(timed_frames(decoders.decode_video(video), timer), sound)
 
 
-def _timed(frames: Iterator[Tensor], timer: Timer) -> Iterator[Tensor]:
+def timed_frames(frames: Iterator[Tensor], timer: Timer) -> Iterator[Tensor]:
     """Frames are decoded as the writer asks for them; their time counts as decode, the rest as write."""
     while True:
         with timer("decode_video"):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vgen.models.gemma3 import Tokenizer, encode_hidden_states
 from vgen.models.ltx2.connectors import TextConnectors
+from vgen.models.tokenizer import TextTokenizer
 
 notice = logging.getLogger("vgen.notice")
 
@@ -47,18 +48,18 @@ def _encode_one(components: TextComponents, prompt: str, device: torch.device) -
     tokens = components.tokenizer.tokenize([prompt], components.max_length)
     if prompt not in components.told:
         components.told.add(prompt)
-        _tell(components, prompt, tokens.dropped[0])
+        tell(components.tokenizer, prompt, tokens.dropped[0], components.max_length)
     attention_mask = tokens.attention_mask.to(device)
     hidden_states = encode_hidden_states(components.text_encoder, tokens.input_ids.to(device), attention_mask)
     video, audio = components.connectors(hidden_states, attention_mask)
     return Context(video, audio)
 
 
-def _tell(components: TextComponents, prompt: str, dropped: int) -> None:
+def tell(tokenizer: TextTokenizer, prompt: str, dropped: int, max_length: int) -> None:
     """Say what of a prompt does not reach the model."""
-    unknown = components.tokenizer.unknown_words(prompt)
+    unknown = tokenizer.unknown_words(prompt)
     if unknown:
-        known = components.tokenizer.known_words()
+        known = tokenizer.known_words()
         notice.warning(
             "the model does not know %s and hears an unknown word in place of each%s",
             ", ".join(f"'{word}'" for word in unknown),
@@ -68,6 +69,6 @@ def _tell(components: TextComponents, prompt: str, dropped: int) -> None:
         notice.warning(
             "the prompt is %d tokens longer than the %d that the text encoder takes; its end is cut: …%s",
             dropped,
-            components.max_length,
+            max_length,
             prompt[-60:],
         )

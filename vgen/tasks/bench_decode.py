@@ -6,17 +6,22 @@ import torch
 from torch import Tensor
 
 from vgen import planning, transforms
+from vgen.components import ltx2
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.parallel.tiles import decode_tiled
 from vgen.stages.latents import latent_geometry, make_noise, unpack_video
-from vgen.tasks import peers
+from vgen.tasks import bench_wan, peers
 from vgen.tasks.bench import write_bench
 from vgen.tasks.measure import Measurement, measure, relative_error
 from vgen.tasks.types import RankResult, TaskContext
 
 
 def run(context: TaskContext) -> RankResult:
+    return (bench_wan.decode if context.job.config.model.family == "wan" else _run_ltx2)(context)
+
+
+def _run_ltx2(context: TaskContext) -> RankResult:
     """Random latents from ``request.seed``; errors are shown before times."""
     job, device, bench = context.job, context.device, context.job.config.bench
     request = job.requests[0]
@@ -24,7 +29,7 @@ def run(context: TaskContext) -> RankResult:
     timer, result = StageTimer(device), RankResult()
     planning.plan_run(job, job.requests, device, ("video_decoder",))
     with timer("load"):
-        decoder = transforms.build_video_decoder(job, device)
+        decoder = ltx2.build_video_decoder(job, device)
     result.add_once(timer)
     geometry = latent_geometry(request)
     latents = unpack_video(

@@ -6,14 +6,19 @@ import torch
 from torch import Tensor
 
 from vgen import planning, transforms
+from vgen.components import ltx2
 from vgen.metrics.timer import StageTimer
-from vgen.tasks import peers
+from vgen.tasks import bench_wan, peers
 from vgen.tasks.bench import write_bench
 from vgen.tasks.measure import measure, relative_error
 from vgen.tasks.types import RankResult, TaskContext
 
 
 def run(context: TaskContext) -> RankResult:
+    return (bench_wan.encode if context.job.config.model.family == "wan" else _run_ltx2)(context)
+
+
+def _run_ltx2(context: TaskContext) -> RankResult:
     """Random pixels from ``request.seed``; errors are shown before times."""
     job, device, bench = context.job, context.device, context.job.config.bench
     request = job.requests[0]
@@ -21,7 +26,7 @@ def run(context: TaskContext) -> RankResult:
     timer, result = StageTimer(device), RankResult()
     planning.plan_run(job, job.requests, device, ("video_encoder",))
     with timer("load"):
-        encoder = transforms.build_video_encoder(job, device)
+        encoder = ltx2.build_video_encoder(job, device)
     result.add_once(timer)
     generator = torch.Generator().manual_seed(request.seed)
     shape = (1, 3, request.num_frames, request.height, request.width)

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from vgen import planning, transforms
+from vgen.components import ltx2
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
 from vgen.stages.latents import Latents, latent_geometry, make_noise
 from vgen.stages.text import Context
-from vgen.tasks import peers
+from vgen.tasks import bench_wan, peers
 from vgen.tasks.bench import write_bench
 from vgen.tasks.measure import measure, relative_error
 from vgen.tasks.types import RankResult, TaskContext
@@ -21,6 +22,10 @@ SIGMA = 0.5
 
 
 def run(context: TaskContext) -> RankResult:
+    return (bench_wan.step if context.job.config.model.family == "wan" else _run_ltx2)(context)
+
+
+def _run_ltx2(context: TaskContext) -> RankResult:
     """One conditional pass at sigma 0.5, batch 1, random latents and context; errors are shown before times."""
     job, device, bench = context.job, context.device, context.job.config.bench
     dtype = transforms.DTYPES[job.config.quant.mode]
@@ -28,7 +33,7 @@ def run(context: TaskContext) -> RankResult:
     plan = planning.plan_run(job, job.requests, device, ("transformer",))
     result.active = {"attention": plan.attention}
     with timer("load"):
-        transformer = transforms.build_transformer(job, device)
+        transformer = ltx2.build_transformer(job, device)
     result.add_once(timer)
     geometry = dataclasses.replace(latent_geometry(job.requests[0]), keyframes=())
     latents = make_noise(geometry, job.architecture, seed=job.requests[0].seed, device=device, dtype=dtype)

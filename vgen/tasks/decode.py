@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vgen import media, planning, requests, transforms
-from vgen.checkpoint_files import read_header
+from vgen.checkpoint_headers import read_header
 from vgen.metrics.timer import StageTimer
-from vgen.pipelines import ltx2
-from vgen.pipelines.types import Decoders
+from vgen.pipelines import pipeline_of
 from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.encode import kept_sound
@@ -25,7 +25,7 @@ def run(context: TaskContext) -> RankResult:
     files = find_latents(Path(job.config.task.latents))
     mine = files[context.data_rank :: context.data_size]
     timer = StageTimer(device)
-    plan = planning.plan_run(job, [_request_of(path) for path in files], device, transforms.DECODERS)
+    plan = planning.plan_run(job, [_request_of(path) for path in files], device, transforms.decoders_of(job))
     result.active = plan.active()
     residency = Residency(device, {}, {})
     with timer("load"):
@@ -40,17 +40,17 @@ def run(context: TaskContext) -> RankResult:
 
 
 def _decode_file(
-    context: TaskContext, decoders: Decoders, residency: Residency, path: Path, timer: StageTimer
+    context: TaskContext, decoders: Any, residency: Residency, path: Path, timer: StageTimer
 ) -> SampleWriter:
     config = context.job.config
     video, audio, metadata = media.load_latents(path)
     request = _request_in(path, metadata)
     sink = SampleWriter(request, context.job.out_dir, config.output)
     sink.save_latents(video, audio)
-    dtype = transforms.DTYPES[config.quant.mode]
+    dtype = transforms.latents_dtype(context.job)
     on_device = [None if latents is None else latents.to(context.device, dtype) for latents in (video, audio)]
     assert on_device[0] is not None
-    ltx2.decode(decoders, on_device[0], on_device[1], sink, residency, timer, kept_sound(request))
+    pipeline_of(context.job).decode(decoders, on_device[0], on_device[1], sink, residency, timer, kept_sound(request))
     return sink
 
 

@@ -1,9 +1,10 @@
 """``task=generate``: this rank's share of the prompts, each to its own files."""
 
+from typing import Any
+
 from vgen import planning, transforms
 from vgen.metrics.timer import StageTimer
-from vgen.pipelines import ltx2
-from vgen.pipelines.types import Components
+from vgen.pipelines import pipeline_of
 from vgen.requests import Request
 from vgen.tasks.samples import NullSink, SampleWriter
 from vgen.tasks.types import RankResult, TaskContext
@@ -17,8 +18,9 @@ def run(context: TaskContext) -> RankResult:
     plan = planning.plan_run(job, job.requests, device, transforms.components_of(job))
     with timer("load"):
         components = transforms.build_components(job, device, plan.decode, mine, timer)
+    pipeline = pipeline_of(job)
     passes = dict.fromkeys(
-        one.name for request in job.requests for one in ltx2.plan_request_passes(request, job.config.sampler)
+        name for request in job.requests for name in pipeline.pass_names(request, job.config.sampler)
     )
     result.active = {**plan.active(), "passes": list(passes)}
     _warm_up(context, components, mine[:1], timer)
@@ -28,19 +30,19 @@ def run(context: TaskContext) -> RankResult:
     return result
 
 
-def _warm_up(context: TaskContext, components: Components, requests: tuple[Request, ...], timer: StageTimer) -> None:
+def _warm_up(context: TaskContext, components: Any, requests: tuple[Request, ...], timer: StageTimer) -> None:
     for _ in range(context.job.config.bench.warmup):
         for request in requests:
             with timer("warmup"):
-                ltx2.generate(components, request, context.job.config.sampler, NullSink())
+                pipeline_of(context.job).generate(components, request, context.job.config.sampler, NullSink())
 
 
-def _run_request(context: TaskContext, components: Components, request: Request, result: RankResult) -> None:
+def _run_request(context: TaskContext, components: Any, request: Request, result: RankResult) -> None:
     config = context.job.config
     for repeat in range(config.bench.repeats):
         timer = StageTimer(context.device)
         sink = SampleWriter(request, context.job.out_dir, config.output)
-        ltx2.generate(components, request, config.sampler, sink, timer)
+        pipeline_of(context.job).generate(components, request, config.sampler, sink, timer)
         result.add_request(timer)
         if repeat == 0:
             result.outputs.append(sink.row())

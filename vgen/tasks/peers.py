@@ -17,6 +17,8 @@ from vgen.models.ltx2.config import (
     VideoDecoderConfig,
     VideoEncoderConfig,
 )
+from vgen.models.wan.config import WanTransformerConfig, WanVaeConfig
+from vgen.models.wan.plan import keeps_float32
 from vgen.typed import ConfigurationError
 
 
@@ -113,6 +115,62 @@ def diffusers_video_encoder(ours: nn.Module, config: VideoEncoderConfig) -> nn.M
         )
     peer.decoder = nn.Identity()
     return _lend(ours, peer, "video_encoder")
+
+
+def diffusers_wan_transformer(ours: nn.Module, config: WanTransformerConfig, dtype: torch.dtype) -> nn.Module:
+    """``diffusers.WanTransformer3DModel`` on our tensors, those that it keeps in ``dtype`` and we do not as copies."""
+    cls = _diffusers("WanTransformer3DModel")
+    with torch.device("meta"):
+        peer = cls(
+            patch_size=config.patch_size,
+            num_attention_heads=config.num_attention_heads,
+            attention_head_dim=config.attention_head_dim,
+            in_channels=config.in_channels,
+            out_channels=config.out_channels,
+            text_dim=config.text_dim,
+            freq_dim=config.freq_dim,
+            ffn_dim=config.ffn_dim,
+            num_layers=config.num_layers,
+            cross_attn_norm=config.cross_attn_norm,
+            eps=config.eps,
+            image_dim=config.image_dim,
+            added_kv_proj_dim=config.added_kv_proj_dim,
+            rope_max_seq_len=config.rope_max_seq_len,
+            pos_embed_seq_len=config.pos_embed_seq_len,
+        )
+    tensors = {
+        name: tensor if keeps_float32(name, "model") else tensor.to(dtype) for name, tensor in ours.state_dict().items()
+    }
+    peer.load_state_dict(tensors, assign=True)
+    # Its tables of positions are in no checkpoint.
+    device = next(ours.parameters()).device
+    rope = type(peer.rope)(config.attention_head_dim, config.patch_size, config.rope_max_seq_len)
+    peer.rope = rope.to(device)
+    return peer.eval().requires_grad_(False)
+
+
+def diffusers_wan_decoder(ours: nn.Module, config: WanVaeConfig) -> nn.Module:
+    """``diffusers.AutoencoderKLWan`` with our decoder's tensors and no encoder, in the memory format that it loads."""
+    return _lend_wan(ours, config, ("encoder", "quant_conv"))
+
+
+def diffusers_wan_encoder(ours: nn.Module, config: WanVaeConfig) -> nn.Module:
+    """``diffusers.AutoencoderKLWan`` with our encoder's tensors and no decoder, in the memory format that it loads."""
+    return _lend_wan(ours, config, ("decoder", "post_quant_conv"))
+
+
+def _lend_wan(ours: nn.Module, config: WanVaeConfig, absent: Sequence[str]) -> nn.Module:
+    _diffusers("AutoencoderKLWan")
+    from vgen.components.wan_diffusers_vae import build_vae
+
+    with torch.device("meta"):
+        peer = build_vae(config)
+    tensors = {name: tensor.contiguous() for name, tensor in ours.state_dict().items()}
+    kept = {name for name in peer.state_dict() if not name.startswith(tuple(f"{one}." for one in absent))}
+    peer.load_state_dict({name: tensors[name] for name in kept}, assign=True, strict=False)
+    for name in absent:
+        setattr(peer, name, nn.Identity())
+    return peer.eval().requires_grad_(False)
 
 
 def _strides(blocks: Sequence[DecoderBlock | EncoderBlock]) -> tuple[str, ...]:

@@ -22,12 +22,13 @@ from PIL import Image
 from torch import Tensor
 
 from vgen import media, planning, transforms
-from vgen.config import Config
+from vgen.config import Config, ImageConfig
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.mel import log_mel
-from vgen.pipelines import ltx2
+from vgen.pipelines import pipeline_of
 from vgen.pipelines.types import Components
+from vgen.pipelines.wan import WanComponents
 from vgen.progress import progress
 from vgen.record import atomic_file, write_json_atomic
 from vgen.requests import Request, build_requests
@@ -79,11 +80,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A held-out clip through the VAEs and the vocoder; ``found_hz`` is None for silence."""
+    """A held-out clip through the VAEs and the vocoder; ``found_hz`` is None for silence, ``frequency_hz`` for a model
+    without sound."""
 
     number: int
     psnr_db: float
-    frequency_hz: float
+    frequency_hz: float | None
     found_hz: float | None
 
 
@@ -142,11 +144,16 @@ def _wording(scene: Scene, part: Part, number: int, seed: int) -> str:
 
 
 def planned_requests(job: Job, cases: Sequence[Case]) -> tuple[Request, ...]:
-    """Those of ``cases``, and for round trips one that needs what they need: it starts from a clip with sound."""
+    """Those of ``cases``, and for round trips one that needs what they need: it starts from a clip, with its sound
+    where the model has one."""
     requests = tuple(case.request for case in cases)
     if not job.config.score.round_trips:
         return requests
-    return (*requests, dataclasses.replace(job.requests[0], video="a rendered clip", noise_level=0.5))
+    if job.config.model.family == "wan":
+        clip = dataclasses.replace(job.requests[0], images=(ImageConfig("a rendered frame"),))
+    else:
+        clip = dataclasses.replace(job.requests[0], video="a rendered clip", noise_level=0.5)
+    return (*requests, clip)
 
 
 def _run_share(context: TaskContext, cases: Sequence[Case]) -> tuple[RankResult, list[Outcome], list[RoundTrip]]:
@@ -160,8 +167,8 @@ def _run_share(context: TaskContext, cases: Sequence[Case]) -> tuple[RankResult,
     with timer("load"):
         components = transforms.build_components(job, device, plan.decode, [case.request for case in mine], timer)
     result.add_once(timer)
-    passes = ltx2.plan_request_passes(job.requests[0], job.config.sampler)
-    result.active = {**plan.active(), "passes": [one.name for one in passes]}
+    passes = pipeline_of(job).pass_names(job.requests[0], job.config.sampler)
+    result.active = {**plan.active(), "passes": passes}
     with progress("score", len(mine) + len(trips)) as bar:
         outcomes, made = [], []
         for case in mine:
@@ -179,7 +186,7 @@ def _run_case(context: TaskContext, components: Components, case: Case, result: 
     true = media.to_uint8(clip.video).numpy()
     if request.images:
         Image.fromarray(true[0]).save(request.images[0].path)
-    ltx2.generate(components, request, context.job.config.sampler, sink, timer)
+    pipeline_of(context.job).generate(components, request, context.job.config.sampler, sink, timer)
     result.add_request(timer)
     waveform, rate = (None, 0) if sink.sound is None else (sink.sound.waveform.numpy(), sink.sound.sample_rate)
     return Outcome(
@@ -191,19 +198,21 @@ def _run_case(context: TaskContext, components: Components, case: Case, result: 
     )
 
 
-def _run_round_trip(components: Components, request: Request, number: int) -> RoundTrip:
-    encoders, decoders, device = components.encoders, components.decoders, components.device
-    assert encoders is not None
+def _run_round_trip(components: Components | WanComponents, request: Request, number: int) -> RoundTrip:
     scene = sample_scene(request.seed, number, "heldout")
     video = render_video([scene], request.num_frames, request.height, request.width)
+    if isinstance(components, WanComponents):
+        return RoundTrip(number, _trip_wan(components, video), None, None)
+    encoders, decoders, device = components.encoders, components.decoders, components.device
+    assert encoders is not None
     sound_config = encoders.audio.config
     samples = round(request.num_frames / request.fps * sound_config.sample_rate)
     waveform = render_sound([scene], samples, sound_config.sample_rate)
     with torch.no_grad():
-        with components.residency.use(*transforms.ENCODERS):
+        with components.residency.use("video_encoder", "audio_encoder"):
             latents = encoders.video(video.to(device)).to(components.dtype)
             audio_latents = encoders.audio(log_mel(waveform.to(device), sound_config)).to(components.dtype)
-        with components.residency.use(*transforms.DECODERS):
+        with components.residency.use("video_decoder", "audio_decoder", "vocoder"):
             frames = [media.to_uint8(group).cpu() for group in decoders.decode_video(latents)]
             sound = decode_audio(decoders.audio, audio_latents)
     return RoundTrip(
@@ -212,6 +221,18 @@ def _run_round_trip(components: Components, request: Request, number: int) -> Ro
         PITCHES_HZ[scene.pitch],
         measure_sound(sound.waveform.numpy(), sound.sample_rate).frequency_hz,
     )
+
+
+def _trip_wan(components: WanComponents, video: Tensor) -> float:
+    """``video`` ``[1, 3, F, H, W]`` through the VAE: PSNR."""
+    encoders, decoders = components.encoders, components.decoders
+    assert encoders is not None
+    with torch.no_grad():
+        with components.residency.use("video_encoder"):
+            latents = encoders.encode_video(video.to(components.device)).float()
+        with components.residency.use("video_decoder"):
+            frames = [media.to_uint8(group).cpu() for group in decoders.decode_video(latents)]
+    return psnr_db(torch.cat(frames).numpy(), media.to_uint8(video).numpy())
 
 
 def psnr_db(ours: Frames, other: Frames) -> float:
@@ -277,15 +298,24 @@ def summarise(outcomes: Sequence[Outcome], trips: Sequence[RoundTrip]) -> dict[s
     if outcomes:
         results["dataset"] = _shares([one.own for one in outcomes])
     if trips:
-        errors = [frequency_error(one.found_hz, one.frequency_hz) for one in trips]
         results["round_trips"] = {
             "count": len(trips),
             "video_psnr_db": _spread([one.psnr_db for one in trips]),
-            "frequency_error": {"mean": statistics.fmean(errors), "worst": max(errors)},
-            "frequency_kept": statistics.fmean(error <= SAME_FREQUENCY for error in errors),
+            **_frequencies(trips),
             "clips": [dataclasses.asdict(one) for one in trips],
         }
     return results
+
+
+def _frequencies(trips: Sequence[RoundTrip]) -> dict[str, Any]:
+    """How far the sounds' frequencies are off; nothing for a model without sound."""
+    errors = [frequency_error(one.found_hz, one.frequency_hz) for one in trips if one.frequency_hz is not None]
+    if not errors:
+        return {}
+    return {
+        "frequency_error": {"mean": statistics.fmean(errors), "worst": max(errors)},
+        "frequency_kept": statistics.fmean(error <= SAME_FREQUENCY for error in errors),
+    }
 
 
 def _shares(scores: Sequence[Score]) -> dict[str, Any]:
@@ -326,12 +356,13 @@ def make_table(results: Mapping[str, Any]) -> str:
         psnr = results["image"]["first_frame_psnr_db"]
         lines.append(f"image: first frame {psnr['mean']:.1f} dB, worst {psnr['worst']:.1f}")
     if trips := results.get("round_trips"):
-        psnr, error = trips["video_psnr_db"], trips["frequency_error"]
-        lines.append(
-            f"{trips['count']} round trips: video {psnr['mean']:.1f} dB, worst {psnr['worst']:.1f}; peak frequency "
-            f"within {SAME_FREQUENCY:.0%}: {_percent(trips['frequency_kept'])}, off by {error['mean']:.2%}, worst "
-            f"{error['worst']:.2%}"
-        )
+        psnr = trips["video_psnr_db"]
+        lines.append(f"{trips['count']} round trips: video {psnr['mean']:.1f} dB, worst {psnr['worst']:.1f}")
+        if error := trips.get("frequency_error"):
+            lines[-1] += (
+                f"; peak frequency within {SAME_FREQUENCY:.0%}: {_percent(trips['frequency_kept'])}, off by "
+                f"{error['mean']:.2%}, worst {error['worst']:.2%}"
+            )
     return "\n".join(lines)
 
 

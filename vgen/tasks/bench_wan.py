@@ -1,0 +1,193 @@
+"""The benchmark tasks for Wan: a transformer forward, a decode, an encode, and diffusers with the same tensors."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from vgen import planning, transforms
+from vgen.components import wan
+from vgen.job import Job
+from vgen.metrics.timer import StageTimer
+from vgen.models.wan.conditioning import hold_first_frames
+from vgen.models.wan.patches import patchify, unpatchify
+from vgen.models.wan.transformer import Stream
+from vgen.models.wan.vae import denormalize_latents
+from vgen.pipelines.wan import latent_geometry, make_noise
+from vgen.tasks import peers
+from vgen.tasks.bench import write_bench
+from vgen.tasks.measure import Measurement, measure, relative_error
+from vgen.tasks.types import RankResult, TaskContext
+
+TIMESTEP = 500.0
+
+
+def step(context: TaskContext) -> RankResult:
+    """One conditional pass at timestep 500, batch 1, random latents, text and image; errors are shown before times.
+
+    diffusers runs in its own precision: its fp32 islands, the rest in the model's dtype.
+    """
+    job, device, bench = context.job, context.device, context.job.config.bench
+    dtype = transforms.DTYPES[job.config.quant.mode]
+    timer, result = StageTimer(device), RankResult()
+    plan = planning.plan_run(job, job.requests, device, ("transformer",))
+    result.active = {"attention": plan.attention}
+    with timer("load"):
+        transformer = wan.build_transformer(job, device)
+    result.add_once(timer)
+    request, config = job.requests[0], job.architecture.transformer
+    geometry = latent_geometry(request, job.architecture)
+    draw = torch.Generator().manual_seed(request.seed)
+    sizes = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
+    latents = torch.randn(1, config.in_channels, *sizes, generator=draw).to(device, dtype)
+    length = job.config.model.text_encoder.max_length
+    text = torch.randn(1, length, config.text_dim, generator=draw).to(device, dtype)
+    image = None
+    if config.image_dim is not None:
+        image = torch.randn(1, config.pos_embed_seq_len or 257, config.image_dim, generator=draw).to(device, dtype)
+    rope = transformer.rope_tables(geometry, device)
+    timestep = torch.full((1,), TIMESTEP, device=device)
+    rows: list[Measurement] = []
+    errors = {}
+
+    def bench_one(name: str, call: Callable[[], Tensor]) -> Tensor:
+        rows.append(measure(name, call, device, warmup=bench.warmup, repeats=bench.repeats))
+        return call().float().cpu()
+
+    with torch.no_grad():
+        prepared = transformer.prepare_text(text, image)
+
+        def ours(timestep: Tensor = timestep, lookup: Tensor | None = None) -> Tensor:
+            tokens = patchify(latents, geometry)
+            return unpatchify(transformer(Stream(tokens, timestep, prepared, rows=lookup), rope), geometry)
+
+        reference = bench_one("vgen eager", ours)
+        if job.architecture.kind == "ti2v":
+            held = hold_first_frames(latents[:, :, :1], geometry.latent_frames)
+            told = (held.levels * TIMESTEP).unsqueeze(0)
+            bench_one("vgen, first frame held", lambda: ours(told, held.rows))
+        if "diffusers" in bench.peers:
+            peer = peers.diffusers_wan_transformer(transformer, config, dtype)
+
+            def theirs() -> Tensor:
+                velocity: Tensor = peer(
+                    hidden_states=latents,
+                    timestep=timestep,
+                    encoder_hidden_states=text,
+                    encoder_hidden_states_image=image,
+                    return_dict=False,
+                )[0]
+                return velocity
+
+            name = "diffusers eager"
+            errors[name] = relative_error(reference, bench_one(name, theirs))
+    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against="vgen eager")
+    return result
+
+
+def decode(context: TaskContext) -> RankResult:
+    """Random latents from ``request.seed``; errors are shown before times. Chunks of 1, 2 and 4 latent frames, and as
+    many as convolutions can where ``model.vae.chunk`` is null."""
+    job, device, bench = context.job, context.device, context.job.config.bench
+    request, architecture = job.requests[0], job.architecture
+    dtype = transforms.component_dtype(job, "video_decoder", device)
+    timer, result = StageTimer(device), RankResult()
+    planning.plan_run(job, job.requests, device, ("video_decoder",))
+    with timer("load"):
+        decoder: Any = wan.build_video_decoder(job, device)
+    result.add_once(timer)
+    noise = make_noise(latent_geometry(request, architecture), architecture, seed=request.seed, device=device)
+    latents = denormalize_latents(noise, architecture.vae).to(dtype)
+    rows: list[Measurement] = []
+    errors: dict[str, float] = {}
+    reference: Tensor | None = None
+    with torch.no_grad():
+        for chunk in _chunks(job):
+            name = _chunk_name(chunk)
+            rows.append(_measure_frames(context, name, partial(decoder.decode, latents, chunk)))
+            frames = decoder(latents, chunk).cpu()
+            if reference is None:
+                reference = frames
+            else:
+                errors[name] = relative_error(reference, frames)
+            del frames
+        assert reference is not None
+        if "diffusers" in bench.peers:
+            peer = cast(Any, peers.diffusers_wan_decoder(decoder, architecture.vae))
+            name = "diffusers"
+
+            def theirs() -> Tensor:
+                out: Tensor = peer.decode(latents, return_dict=False)[0]
+                return out
+
+            rows.append(measure(name, theirs, device, warmup=bench.warmup, repeats=bench.repeats))
+            # diffusers clamps what it returns.
+            errors[name] = relative_error(reference.clamp(-1, 1), theirs().cpu())
+    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against=rows[0].name)
+    return result
+
+
+def encode(context: TaskContext) -> RankResult:
+    """Random pixels from ``request.seed``; errors are shown before times."""
+    job, device, bench = context.job, context.device, context.job.config.bench
+    request, architecture = job.requests[0], job.architecture
+    dtype = transforms.component_dtype(job, "video_encoder", device)
+    timer, result = StageTimer(device), RankResult()
+    planning.plan_run(job, job.requests, device, ("video_encoder",))
+    with timer("load"):
+        encoder = wan.build_video_encoder(job, device)
+    result.add_once(timer)
+    draw = torch.Generator().manual_seed(request.seed)
+    shape = (1, 3, request.num_frames, request.height, request.width)
+    frames = (2 * torch.rand(shape, generator=draw) - 1).to(device, dtype)
+    rows: list[Measurement] = []
+    errors: dict[str, float] = {}
+    reference: Tensor | None = None
+    with torch.no_grad():
+        for chunk in _chunks(job):
+            name = _chunk_name(chunk)
+
+            def ours(chunk: int | None = chunk) -> Tensor:
+                latents: Tensor = encoder(frames, chunk)
+                return latents
+
+            rows.append(measure(name, ours, device, warmup=bench.warmup, repeats=bench.repeats))
+            if reference is None:
+                reference = ours().cpu()
+            else:
+                errors[name] = relative_error(reference, ours().cpu())
+        assert reference is not None
+        if "diffusers" in bench.peers:
+            peer = cast(Any, peers.diffusers_wan_encoder(encoder, architecture.vae))
+
+            def theirs() -> Tensor:
+                latents: Tensor = peer.encode(frames, return_dict=False)[0].mode()
+                return latents
+
+            rows.append(measure("diffusers", theirs, device, warmup=bench.warmup, repeats=bench.repeats))
+            errors["diffusers"] = relative_error(reference, theirs().cpu())
+    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against=rows[0].name)
+    return result
+
+
+def _chunks(job: Job) -> tuple[int | None, ...]:
+    vae = job.config.model.vae
+    if vae.backend == "diffusers":
+        return (1,)
+    return (1, 2, 4) if vae.chunk is not None else (1, 2, 4, None)
+
+
+def _chunk_name(chunk: int | None) -> str:
+    return "vgen, longest chunk" if chunk is None else f"vgen, chunk {chunk}"
+
+
+def _measure_frames(context: TaskContext, name: str, decode: Callable[[], Any]) -> Measurement:
+    bench = context.job.config.bench
+
+    def run() -> None:
+        for _ in decode():
+            pass
+
+    return measure(name, run, context.device, warmup=bench.warmup, repeats=bench.repeats)
