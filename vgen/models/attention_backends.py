@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from vgen.models.attention import Attend, Attention, sdpa
+from vgen.models.attention import Attend, sdpa
 
 
 class AttentionError(ValueError):
@@ -68,7 +68,7 @@ MASKED_SCORE = -65504.0
 
 
 def apply_attention(module: nn.Module, name: str) -> None:
-    """Make every ``Attention`` inside ``module`` attend by the backend ``name``, in place; ``sdpa`` changes nothing.
+    """Make all that attends inside ``module`` do so by the backend ``name``, in place; ``sdpa`` changes nothing.
 
     Raises:
         AttentionError: no such backend, or its package cannot be imported.
@@ -77,8 +77,8 @@ def apply_attention(module: nn.Module, name: str) -> None:
         return
     attend = build_attend(name)
     for part in module.modules():
-        if isinstance(part, Attention):
-            part.attend = attend
+        if hasattr(part, "attend"):
+            part.attend = attend  # type: ignore[assignment]
 
 
 def build_attend(name: str) -> Attend:
