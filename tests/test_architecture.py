@@ -18,6 +18,8 @@ TORCH_FREE = (
 # Who may not import what: prefixes of module names.
 FORBIDDEN = {
     "vgen.models": ("vgen.", "!vgen.models", "lightning", "hydra", "omegaconf", "wandb", "torch.distributed"),
+    "vgen.models.ltx2": ("vgen.models.wan",),
+    "vgen.models.wan": ("vgen.models.ltx2",),
     "vgen.diffusion": (
         "vgen.",
         "!vgen.diffusion",

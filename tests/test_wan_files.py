@@ -19,7 +19,7 @@ from tests.tiny_ltx2 import tiny_checkpoints
 from tests.tiny_wan import CLIP, UMT5, VAES, VARIANTS, save_diffusers, save_original, tiny_constants
 from vgen.checkpoint_files import resolve
 from vgen.checkpoint_headers import CheckpointError
-from vgen.models.ltx2.config import ConfigError
+from vgen.models.errors import ConfigError
 from vgen.models.wan.config import WanArchitecture, transformer_config
 from vgen.models.wan.encoder_configs import UMT5_XXL
 from vgen.wan_files import COMPONENTS, WanCheckpoint, resolve_wan

@@ -20,6 +20,7 @@ from vgen.checkpoint_files import Checkpoint, TextEncoderFiles, UpsamplerFiles
 from vgen.checkpoint_headers import CheckpointError, Header, TensorInfo
 from vgen.models.gemma3 import CHECKPOINT_IGNORED, CHECKPOINT_PREFIXES
 from vgen.models.ltx2 import keys
+from vgen.models.names import Layout, owners, rename
 from vgen.models.wan import image_encoder
 from vgen.models.wan import keys as wan_keys
 from vgen.wan_files import WanCheckpoint, check_vae
@@ -151,23 +152,20 @@ def diffusers_component(checkpoint: Checkpoint, component: str) -> TensorSource:
 
 
 def _component(
-    headers: Iterable[Header], component: str, layouts: Mapping[str, keys.Layout], ignored: tuple[str, ...]
+    headers: Iterable[Header], component: str, layouts: Mapping[str, Layout], ignored: tuple[str, ...]
 ) -> TensorSource:
     headers = tuple(headers)
-    owners = {
-        name: keys.owners(name, layouts)
-        for header in headers
-        for name in header.tensors
-        if not name.startswith(ignored)
+    owned_by = {
+        name: owners(name, layouts) for header in headers for name in header.tensors if not name.startswith(ignored)
     }
-    strangers = [name for name, components in owners.items() if not components]
+    strangers = [name for name, components in owned_by.items() if not components]
     if strangers:
         where = ", ".join(str(header.path) for header in headers[:1])
         raise CheckpointError(f"{where} holds {_list('unexpected', strangers)}; use a file of LTX-2 2.0 or 2.3")
 
     def name_in_module(name: str) -> str | None:
-        prefix = owners.get(name, {}).get(component)
-        return None if prefix is None else keys.rename(name, layouts[component], prefix)
+        prefix = owned_by.get(name, {}).get(component)
+        return None if prefix is None else rename(name, layouts[component], prefix)
 
     return TensorSource.of(headers, name_in_module)
 
@@ -239,8 +237,8 @@ def _wan_names(
 ) -> dict[str, str]:
     """Our name of each of a part's tensors that ``component`` has; ``path``: a file of them, for messages."""
     layout, ignored = _wan_layout(checkpoint, part, names)
-    owned = {name: keys.owners(name, {part: layout}) for name in names if not name.startswith(ignored)}
-    ours = {name: keys.rename(name, layout, found[part]) for name, found in owned.items() if found}
+    owned = {name: owners(name, {part: layout}) for name in names if not name.startswith(ignored)}
+    ours = {name: rename(name, layout, found[part]) for name, found in owned.items() if found}
     halves = wan_keys.VAE_HALVES if part == "vae" else {component: ("",)}
     known = tuple(start for starts in halves.values() for start in starts)
     strangers = [name for name in owned if name not in ours or not ours[name].startswith(known)]
@@ -250,7 +248,7 @@ def _wan_names(
     return {name: our for name, our in ours.items() if our.startswith(kept) and not wan_keys.unused(our)}
 
 
-def _wan_layout(checkpoint: WanCheckpoint, part: str, names: Collection[str]) -> tuple[keys.Layout, tuple[str, ...]]:
+def _wan_layout(checkpoint: WanCheckpoint, part: str, names: Collection[str]) -> tuple[Layout, tuple[str, ...]]:
     """How the file of a part names our tensors, and starts of what else it holds."""
     if checkpoint.layout == "original":
         vae = "vae_2_2" if checkpoint.vae.is_residual else "vae_2_1"
@@ -259,7 +257,7 @@ def _wan_layout(checkpoint: WanCheckpoint, part: str, names: Collection[str]) ->
     ignored = wan_keys.TRANSFORMERS_IGNORED.get(part, ())
     if part == "text_encoder":
         ignored = wan_keys.text_encoder_ignored(names)
-    return wan_keys.TRANSFORMERS.get(part, keys.Layout({"": ""})), ignored
+    return wan_keys.TRANSFORMERS.get(part, Layout({"": ""})), ignored
 
 
 def load_module(

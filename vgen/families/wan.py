@@ -65,8 +65,7 @@ def tile_settings(config: Config, architecture: WanArchitecture) -> TileSettings
     compression = (sizes.scale_factor_temporal, sizes.scale_factor_spatial, sizes.scale_factor_spatial)
     if vae.tile_frames is not None:
         raise ConfigurationError(
-            f"model.vae.tile_frames={vae.tile_frames} would cut along time, where Wan's VAE goes by "
-            f"chunks; use null"
+            f"model.vae.tile_frames={vae.tile_frames} would cut along time, where Wan's VAE goes by chunks; use null"
         )
     try:
         return TileSettings(vae.tile_size, vae.tile_overlap, None, 0, compression)
@@ -212,9 +211,7 @@ def _validate_image_channels(
     frames: list[int], request: Request, where: str, name: str, architecture: WanArchitecture
 ) -> None:
     if not frames:
-        raise ConfigurationError(
-            f"{where}model={name} makes a video of an image; give one in request.image=<file>"
-        )
+        raise ConfigurationError(f"{where}model={name} makes a video of an image; give one in request.image=<file>")
     transformer = architecture.transformer
     if transformer.image_dim is None:
         return  # a mask says which frames are given: any

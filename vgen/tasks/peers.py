@@ -17,6 +17,7 @@ from vgen.models.ltx2.config import (
     VideoDecoderConfig,
     VideoEncoderConfig,
 )
+from vgen.models.names import owners, rename
 from vgen.models.wan.config import WanTransformerConfig, WanVaeConfig
 from vgen.models.wan.plan import keeps_float32
 from vgen.typed import ConfigurationError
@@ -192,7 +193,7 @@ def _lend(ours: nn.Module, peer: nn.Module, component: str) -> nn.Module:
     tensors, layout = ours.state_dict(), keys.DIFFUSERS[component]
     lent = {}
     for name in peer.state_dict():
-        prefix = keys.owners(name, {component: layout})[component]
-        lent[name] = tensors[keys.rename(name, layout, prefix)]
+        prefix = owners(name, {component: layout})[component]
+        lent[name] = tensors[rename(name, layout, prefix)]
     peer.load_state_dict(lent, assign=True)
     return peer.eval().requires_grad_(False)

@@ -15,10 +15,10 @@ from tests.tiny_ltx2 import (
     official_upsampler_config,
     tiny_checkpoints,
 )
+from vgen.models.errors import ConfigError
 from vgen.models.ltx2.config import (
     AudioEncoderConfig,
     BandwidthExtensionConfig,
-    ConfigError,
     DecoderBlock,
     EncoderBlock,
     LTX2Config,

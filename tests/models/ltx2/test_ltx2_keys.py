@@ -9,14 +9,15 @@ from torch import Tensor
 
 from tests.tiny_ltx2 import Version, build_upsampler, official_tensors, tiny_checkpoints
 from vgen.models.ltx2 import keys
+from vgen.models.names import owners, rename
 
 
 def strip(component: str, names: list[str]) -> dict[str, str]:
     """Our names of a component's tensors in an official file, by their names there."""
-    owners = {name: keys.owners(name, keys.OFFICIAL) for name in names if not name.startswith(keys.OFFICIAL_IGNORED)}
+    owned_by = {name: owners(name, keys.OFFICIAL) for name in names if not name.startswith(keys.OFFICIAL_IGNORED)}
     return {
-        name: keys.rename(name, keys.OFFICIAL[component], prefixes[component])
-        for name, prefixes in owners.items()
+        name: rename(name, keys.OFFICIAL[component], prefixes[component])
+        for name, prefixes in owned_by.items()
         if component in prefixes
     }
 
@@ -51,10 +52,10 @@ def test_both_layouts_give_a_component_the_same_names(component: str, version: V
     }
     from_diffusers = set()
     for name in module.state_dict():
-        owners = keys.owners(name, layouts)
-        assert owners, name
-        if component in owners:
-            from_diffusers.add(keys.rename(name, layouts[component], owners[component]))
+        owned_by = owners(name, layouts)
+        assert owned_by, name
+        if component in owned_by:
+            from_diffusers.add(rename(name, layouts[component], owned_by[component]))
     assert from_diffusers == set(strip(component, list(official_tensors(parts))).values())
 
 
@@ -147,20 +148,18 @@ def test_an_upsampler_has_the_official_names() -> None:
 def test_diffusers_names(component: str, theirs: str, ours: str) -> None:
     folder = keys.DIFFUSERS_FOLDERS[component]
     layouts = {name: keys.DIFFUSERS[name] for name, place in keys.DIFFUSERS_FOLDERS.items() if place == folder}
-    prefix = keys.owners(theirs, layouts)[component]
-    assert keys.rename(theirs, keys.DIFFUSERS[component], prefix) == ours
+    prefix = owners(theirs, layouts)[component]
+    assert rename(theirs, keys.DIFFUSERS[component], prefix) == ours
 
 
 def test_the_longest_prefix_owns_a_name() -> None:
     connector = "model.diffusion_model.video_embeddings_connector."
-    owners = keys.owners(f"{connector}learnable_registers", keys.OFFICIAL)
-    assert owners == {"video_connector": connector}
-    assert keys.owners("model.diffusion_model.proj_out.bias", keys.OFFICIAL) == {
-        "transformer": "model.diffusion_model."
-    }
-    assert keys.owners("vocoder.vocoder.ups.0.bias", keys.OFFICIAL) == {"vocoder": "vocoder."}
-    assert keys.rename("vocoder.vocoder.ups.0.bias", keys.OFFICIAL["vocoder"], "vocoder.") == "vocoder.ups.0.bias"
-    assert keys.owners("duration_head.linear.weight", keys.OFFICIAL) == {}
-    assert keys.owners("vae.per_channel_statistics.channel", keys.OFFICIAL) == {}
+    owned_by = owners(f"{connector}learnable_registers", keys.OFFICIAL)
+    assert owned_by == {"video_connector": connector}
+    assert owners("model.diffusion_model.proj_out.bias", keys.OFFICIAL) == {"transformer": "model.diffusion_model."}
+    assert owners("vocoder.vocoder.ups.0.bias", keys.OFFICIAL) == {"vocoder": "vocoder."}
+    assert rename("vocoder.vocoder.ups.0.bias", keys.OFFICIAL["vocoder"], "vocoder.") == "vocoder.ups.0.bias"
+    assert owners("duration_head.linear.weight", keys.OFFICIAL) == {}
+    assert owners("vae.per_channel_statistics.channel", keys.OFFICIAL) == {}
     mean = "vae.per_channel_statistics.mean-of-means"
-    assert keys.owners(mean, keys.OFFICIAL) == {"video_encoder": mean, "video_decoder": mean}
+    assert owners(mean, keys.OFFICIAL) == {"video_encoder": mean, "video_decoder": mean}

@@ -14,14 +14,9 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2ConditionPipeli
 from vgen.models.attention import rotate
 from vgen.models.ltx2.config import TransformerConfig
 from vgen.models.ltx2.geometry import Geometry
-from vgen.models.ltx2.rope import (
-    TableCache,
-    audio_positions,
-    frequency_grid,
-    rope_table,
-    video_positions,
-)
+from vgen.models.ltx2.rope import audio_positions, frequency_grid, rope_table, video_positions
 from vgen.models.ltx2.transformer import LTX2Transformer
+from vgen.models.tables import TableCache
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(latent_frames=3, latent_height=2, latent_width=3, fps=24.0, audio_tokens=7)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
-from vgen.models.ltx2.config import ConfigError
+from vgen.models.errors import ConfigError
 from vgen.models.wan.config import (
     VAE_2_1,
     VAE_2_2,

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.loaders import single_file_utils
 from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
-from vgen.models.ltx2.keys import Layout, owners, rename
+from vgen.models.names import Layout, owners, rename
 from vgen.models.wan import keys
 from vgen.models.wan.encoder_configs import CLIP_VIT_H14, UMT5_XXL
 from vgen.models.wan.image_encoder import build_image_encoder

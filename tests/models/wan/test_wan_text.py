@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from vgen.models.gemma3 import TextEncoderError
-from vgen.models.ltx2.keys import owners, rename
+from vgen.models.names import owners, rename
 from vgen.models.wan import keys
 from vgen.models.wan.encoder_configs import UMT5_XXL
 from vgen.models.wan.text import (

@@ -6,13 +6,12 @@ Source: Lightricks/LTX-2 at 400fd31, ``model/transformer/{adaln,timestep_embeddi
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vgen.models.ltx2.feed_forward import Projection
+from vgen.models.projection import Projection
 
 SINUSOID_CHANNELS = 256
 SINUSOID_PERIOD = 10000.0
@@ -33,35 +32,9 @@ def sinusoid(timestep_BR: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
 
 
-def modulated(normed_BTD: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """``normed * (1 + scale) + shift`` in one pass over the tokens; scale and shift are [B, T or 1, D]."""
-    return torch.addcmul(shift, normed_BTD, 1 + scale)
-
-
 def rms_norm(x_BTD: Tensor, eps: float) -> Tensor:
     """Root mean square norm over D without a weight, as every block norm of LTX-2."""
     return F.rms_norm(x_BTD, (x_BTD.shape[-1],), eps=eps)
-
-
-@dataclass(frozen=True, eq=False)
-class Modulation:
-    """The rows of a stream's timesteps, [B, R, n, D], which all blocks share; each block adds its own table.
-
-    ``lookup``: int64 [B, T], which of the B * R timesteps of all samples each token has; None where R is T or 1.
-    """
-
-    rows: Tensor
-    lookup: Tensor | None = None
-
-    def of(self, table: Tensor, first: int = 0) -> tuple[Tensor, ...]:
-        """``table`` [m, D] plus the rows from number ``first`` on: m tensors [B, T or 1, D].
-
-        Tokens are looked up after the sum, so m * D values are computed per timestep instead of per token.
-        """
-        summed = (table + self.rows[:, :, first : first + len(table)]).unbind(2)
-        if self.lookup is None:
-            return summed
-        return tuple(F.embedding(self.lookup, row.flatten(0, 1)) for row in summed)
 
 
 class AdaLayerNorm(nn.Module):

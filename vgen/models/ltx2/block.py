@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from vgen.models.attention import Attention, Keep, KeysValues, Rope
-from vgen.models.ltx2.adaln import Modulation, modulated, rms_norm
+from vgen.models.ltx2.adaln import rms_norm
 from vgen.models.ltx2.config import TransformerConfig
 from vgen.models.ltx2.feed_forward import FeedForward
 from vgen.models.ltx2.perturbation import BlockKeep
+from vgen.models.modulation import Modulation, modulated
 
 BASE_ROWS = 6
 """Modulation rows: shift, scale, gate of self-attention, then of the feed-forward."""

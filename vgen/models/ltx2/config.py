@@ -20,10 +20,6 @@ AUDIO_COMPRESSION = 4
 Version = Literal["2.0", "2.3"]
 
 
-class ConfigError(ValueError):
-    """A checkpoint describes an architecture that is incomplete or that this code does not build."""
-
-
 @dataclass(frozen=True)
 class TransformerConfig:
     num_layers: int

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vgen.models.ltx2.config import ConfigError, Version
+from vgen.models.errors import ConfigError
+from vgen.models.ltx2.config import Version
 
 _LTX2_5_SIGNS = {"ff_bias": False, "use_keyframes_abs_pos_embedding": True}
 _PADDING_MODES = ("zeros", "reflect")

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from vgen.models.errors import ConfigError
 from vgen.models.ltx2.config import (
     AUDIO_COMPRESSION,
     AudioDecoderConfig,
     AudioEncoderConfig,
     BandwidthExtensionConfig,
-    ConfigError,
     ConnectorConfig,
     DecoderBlock,
     EncoderBlock,

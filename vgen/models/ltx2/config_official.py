@@ -6,11 +6,11 @@ Source of names, values and defaults: Lightricks/LTX-2 at 400fd31 (``*/model_con
 from collections.abc import Mapping
 from typing import Any
 
+from vgen.models.errors import ConfigError
 from vgen.models.ltx2.config import (
     AudioDecoderConfig,
     AudioEncoderConfig,
     BandwidthExtensionConfig,
-    ConfigError,
     ConnectorConfig,
     DecoderBlock,
     EncoderBlock,

@@ -7,10 +7,8 @@ huggingface/diffusers 0.42.1.
 from collections.abc import Mapping
 from typing import Any
 
-from vgen.models.ltx2.config import (
-    ConfigError,
-    UpsamplerConfig,
-)
+from vgen.models.errors import ConfigError
+from vgen.models.ltx2.config import UpsamplerConfig
 from vgen.models.ltx2.config_checks import (
     check_fixed,
 )

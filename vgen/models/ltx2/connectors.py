@@ -19,7 +19,8 @@ from vgen.models.attention import Attention, Rope
 from vgen.models.ltx2.adaln import rms_norm
 from vgen.models.ltx2.config import ConnectorConfig
 from vgen.models.ltx2.feed_forward import FeedForward
-from vgen.models.ltx2.rope import TableCache, rope_table
+from vgen.models.ltx2.rope import rope_table
+from vgen.models.tables import TableCache
 
 STATES_EPS = 1e-6
 

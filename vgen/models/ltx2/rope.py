@@ -6,10 +6,9 @@ Source: Lightricks/LTX-2 at 400fd31, ``model/transformer/rope.py``, ``components
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,26 +36,6 @@ class RopeTables:
     audio: Rope
     video_cross: Rope
     audio_cross: Rope
-
-
-class TableCache(Generic[Table]):
-    """The tables used most recently, at most ``size`` of them; an attribute of the model, so freed with it."""
-
-    def __init__(self, size: int = 4) -> None:
-        self.size = size
-        self._tables: OrderedDict[Hashable, Table] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def get(self, key: Hashable, build: Callable[[], Table]) -> Table:
-        """Return the table of ``key``, built now if it is not kept."""
-        if key not in self._tables:
-            self._tables[key] = build()
-            if len(self._tables) > self.size:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(key)
-        return self._tables[key]
 
 
 def video_positions(geometry: Geometry, device: torch.device) -> Tensor:

@@ -16,14 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vgen.models.attention import Attention, KeysValues, Rope
-from vgen.models.ltx2.adaln import AdaLayerNorm, Modulation, modulated, sinusoid
+from vgen.models.ltx2.adaln import AdaLayerNorm, sinusoid
 from vgen.models.ltx2.block import BASE_ROWS, TEXT_ROWS, Block, Conditioning, CrossConditioning
 from vgen.models.ltx2.config import TransformerConfig
-from vgen.models.ltx2.feed_forward import Projection, gelu
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.perturbation import Perturbation, PerturbationPlan, plan_perturbations
-from vgen.models.ltx2.rope import RopeTables, TableCache, audio_positions, rope_table, video_positions
+from vgen.models.ltx2.rope import RopeTables, audio_positions, rope_table, video_positions
+from vgen.models.modulation import Modulation, modulated
+from vgen.models.projection import Projection, gelu
 from vgen.models.stream import check_tokens
+from vgen.models.tables import TableCache
 
 
 @dataclass(frozen=True, eq=False)

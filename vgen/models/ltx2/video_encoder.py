@@ -16,16 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vgen.models.ltx2.config import VIDEO_COMPRESSION, EncoderBlock, VideoEncoderConfig
-from vgen.models.ltx2.video_vae import (
-    BORDERS,
-    STRIDES,
-    BorderedConv3d,
-    PerChannelStatistics,
-    ResStage,
-    memory_format_of,
-    space_cells,
-    write_into,
-)
+from vgen.models.ltx2.video_vae import BORDERS, STRIDES, BorderedConv3d, PerChannelStatistics, ResStage
+from vgen.models.memory_format import memory_format_of, space_cells, write_into
 
 CAUSAL = (2, 0)
 """Border along time: two copies of the first frame in front, none behind."""

@@ -12,13 +12,14 @@ Source: Lightricks/LTX-2 at 400fd31, ``model/video_vae/{conv_video_decoder,resne
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vgen.models.ltx2.config import DecoderBlock, VideoDecoderConfig
+from vgen.models.memory_format import memory_format_of, space_cells, write_into
 
 NORM_EPS = 1e-8
 
@@ -55,11 +56,6 @@ BORDERS: dict[str, FillBorder] = {"reflect": reflect_border, "zeros": zero_borde
 """Spatial padding mode of a checkpoint to how its convolutions fill their border."""
 
 
-def memory_format_of(weight: Tensor) -> torch.memory_format:
-    channels_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
-    return torch.channels_last_3d if channels_last else torch.contiguous_format
-
-
 def _write_pixel_norm(x: Tensor, out: Tensor) -> None:
     """``out`` = x / sqrt(mean of x² over the channels + 1e-8), both [B, C, F, H, W].
 
@@ -68,14 +64,6 @@ def _write_pixel_norm(x: Tensor, out: Tensor) -> None:
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     scale = norm.square_().div_(x.shape[1]).add_(NORM_EPS).rsqrt_()
     write_into(out, torch.mul, x, scale.to(x.dtype))
-
-
-def write_into(out: Tensor, op: Callable[..., Tensor], *operands: Any) -> None:
-    """``out`` = op(*operands) in one pass, where ``out`` may be a strided view."""
-    if torch.compiler.is_compiling():
-        out.copy_(op(*operands))  # Dynamo refuses out= on a strided view; the compiler fuses the two itself
-    else:
-        op(*operands, out=out)
 
 
 class BorderedConv3d(nn.Module):
@@ -209,11 +197,6 @@ class DepthToSpaceUpsample(nn.Module):
         """View [B, (repeats C' t s s), F, H, W] as [B, repeats, C', F, t, H, s, W, s] (time, height, width phase)."""
         cells = x.unflatten(1, (repeats, -1, self.time, self.space, self.space))
         return cells.permute(0, 1, 2, 6, 3, 7, 4, 8, 5)
-
-
-def space_cells(x: Tensor, size: int, repeats: int) -> Tensor:
-    """View [B, (repeats C'), F, (H size), (W size)] as [B, repeats, C', F, H, size, W, size]."""
-    return x.unflatten(4, (-1, size)).unflatten(3, (-1, size)).unflatten(1, (repeats, -1))
 
 
 class PerChannelStatistics(nn.Module):

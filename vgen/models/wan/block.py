@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vgen.models.attention import Rope
-from vgen.models.ltx2.adaln import Modulation, modulated
-from vgen.models.ltx2.feed_forward import gelu
+from vgen.models.modulation import Modulation, modulated
+from vgen.models.projection import gelu
 from vgen.models.wan.attention import Attention, BlockContext
 from vgen.models.wan.config import WanTransformerConfig
 from vgen.models.wan.feed_forward import FeedForward

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vgen.models.ltx2.config import ConfigError
+from vgen.models.errors import ConfigError
 
 TEXT_TOKENS = 512
 """Length of every text: the prompt's tokens, then zeros, which are attended to like any other."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vgen.models.ltx2.feed_forward import Projection, gelu
+from vgen.models.projection import Projection, gelu
 from vgen.models.wan.block import BLOCK_ROWS
 from vgen.models.wan.config import WanTransformerConfig
 from vgen.models.wan.feed_forward import FeedForward

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vgen.models.ltx2.keys import owners, rename
+from vgen.models.names import owners, rename
 from vgen.models.wan.keys import ORIGINAL, ORIGINAL_IGNORED, unfuse
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -10,7 +10,7 @@ Source: Wan-Video/Wan2.1 at 9737cba and Wan-Video/Wan2.2 at 42bf4cf (``wan/modul
 
 from collections.abc import Collection, Mapping
 
-from vgen.models.ltx2.keys import Layout
+from vgen.models.names import Layout
 
 _LEVELS = 4
 """Of a VAE, each of two residual blocks in the encoder and three in the decoder; all but the last end resampled."""

@@ -1,6 +1,6 @@
 """What transforms must know about the Wan transformer, as data: names, token dims, which layers and dtypes change."""
 
-from vgen.models.ltx2.plan import AttentionPlan, Plan
+from vgen.models.plan import AttentionPlan, Plan
 from vgen.models.wan.config import Residual
 
 PLAN = Plan(

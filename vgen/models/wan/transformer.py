@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vgen.models.attention import Rope
-from vgen.models.ltx2.adaln import Modulation, modulated
-from vgen.models.ltx2.rope import TableCache
+from vgen.models.modulation import Modulation, modulated
 from vgen.models.stream import check_tokens
+from vgen.models.tables import TableCache
 from vgen.models.wan.attention import BlockContext
 from vgen.models.wan.block import Block
 from vgen.models.wan.config import Residual, WanTransformerConfig

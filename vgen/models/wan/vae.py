@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from vgen.models.ltx2.video_vae import memory_format_of, space_cells
+from vgen.models.memory_format import memory_format_of, space_cells
 from vgen.models.wan.config import WanVaeConfig
 from vgen.models.wan.vae_blocks import (
     Carry,

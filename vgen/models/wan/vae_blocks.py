@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vgen.models.attention import Attend, sdpa
-from vgen.models.ltx2.video_vae import memory_format_of, space_cells, write_into
+from vgen.models.memory_format import memory_format_of, space_cells, write_into
 from vgen.models.wan.vae_levels import Level, kept_phases
 
 State: TypeAlias = tuple[Tensor, ...]
