@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vgen.residency import Residency, ResidencyError, _Visitor
+from vgen.residency import PREFETCH_MARGIN, Residency, ResidencyError, _Visitor
 
 CPU = torch.device("cpu")
 
@@ -267,3 +267,43 @@ def test_leaving_a_gpu_frees_it() -> None:
     with residency.use("module"):
         assert torch.cuda.memory_allocated() == held
     assert torch.cuda.memory_allocated() == away
+
+
+def test_nothing_is_fetched_ahead_without_a_gpu() -> None:
+    part = Part()
+    residency = moving(part=part)
+    before = addresses(part)
+    assert not residency.prefetch("part")
+    assert addresses(part) == before
+    with pytest.raises(ResidencyError, match="'other' is no module"):
+        residency.prefetch("other")
+
+
+@pytest.mark.gpu
+def test_what_is_fetched_ahead_is_what_a_visit_brings() -> None:
+    cuda = torch.device("cuda")
+    part = Part().to(cuda)
+    before, expected = snapshot(part), part(torch.ones(5, device=cuda))
+    residency = Residency(cuda, {}, {"part": part})
+    away = torch.cuda.memory_allocated()
+    for _ in range(3):
+        assert residency.prefetch("part")
+        assert not residency.prefetch("part")  # on its way
+        with residency.use("part"):
+            assert not residency.prefetch("part")  # there
+            assert_unchanged(part, before)
+            torch.testing.assert_close(part(torch.ones(5, device=cuda)), expected, rtol=0, atol=0)
+        assert all(tensor.is_cpu for tensor in tensors(part).values())
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= away
+
+
+@pytest.mark.gpu
+def test_nothing_is_fetched_ahead_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part().to("cuda")
+    residency = Residency(torch.device("cuda"), {}, {"part": part})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (PREFETCH_MARGIN, 2 * PREFETCH_MARGIN))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
+    assert not residency.prefetch("part")
+    with residency.use("part"):
+        assert all(tensor.is_cuda for tensor in tensors(part).values())

@@ -138,7 +138,8 @@ class Residency:
             ResidencyError: an unknown name.
         """
         self._check(name)
-        if name not in self._visitors or self._users[name] or name in self._arriving:
+        travels = self._device.type == "cuda" and name in self._visitors
+        if not travels or self._users[name] or name in self._arriving:
             return False
         visitor = self._visitors[name]
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -181,7 +181,7 @@ def _active(job: Job, ran: dict[str, Any]) -> dict[str, Any]:
     """What truly ran, as opposed to what was asked for; ``ran`` is what the task decided."""
     parallel, model = job.config.parallel, job.config.model
     # On the CPU there is nowhere else for a stage to wait.
-    offload = "none" if job.device == "cpu" and model.offload == "stages" else model.offload
+    offload = "none" if job.device == "cpu" and model.offload in ("expert", "stages") else model.offload
     return {
         "world_size": parallel.world_size,
         "data_size": parallel.data_size,

@@ -1,7 +1,6 @@
 """LTX-2, one stage: text, images, a clip and a sound to video with sound."""
 
 import dataclasses
-from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.checks import check_finite
 from vgen.stages.condition import EncodedImage
-from vgen.stages.decode import Sound, decode_audio
+from vgen.stages.decode import Sound, decode_audio, timed_frames
 from vgen.stages.denoise import Conditioning, denoise
 from vgen.stages.encode import encode_clip, encode_images, encode_sound, kept_sound
 from vgen.stages.latents import Latents, latent_geometry, make_noise, unpack_audio, unpack_video
@@ -144,13 +143,3 @@ def decode(
         check_finite("the waveform", sound.waveform, "after the vocoder")
     with timer("write"), residency.use("video_decoder"):
         sink.write(timed_frames(decoders.decode_video(video), timer), sound)
-
-
-def timed_frames(frames: Iterator[Tensor], timer: Timer) -> Iterator[Tensor]:
-    """Frames are decoded as the writer asks for them; their time counts as decode, the rest as write."""
-    while True:
-        with timer("decode_video"):
-            group = next(frames, None)
-        if group is None:
-            return
-        yield group

@@ -14,13 +14,12 @@ from vgen.models.wan.config import WanArchitecture
 from vgen.models.wan.geometry import Geometry
 from vgen.models.wan.transformer import WanTransformer
 from vgen.models.wan.vae import denormalize_latents
-from vgen.pipelines.ltx2 import timed_frames
 from vgen.pipelines.types import Sink
 from vgen.progress import progress
 from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.checks import check_finite
-from vgen.stages.decode import DecodeVideo, Sound
+from vgen.stages.decode import DecodeVideo, Sound, timed_frames
 from vgen.stages.wan_condition import WanEncoders, WanInputs, encode_inputs
 from vgen.stages.wan_denoise import Predict, WanConditioning, denoise
 from vgen.stages.wan_text import EncodePrompts
