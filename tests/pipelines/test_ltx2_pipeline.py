@@ -22,7 +22,6 @@ from vgen import app, media, residency, transforms
 from vgen.components import ltx2 as built
 from vgen.config import from_mapping
 from vgen.job import Job, plan_job
-from vgen.memory import VISITING
 from vgen.pipelines import ltx2
 from vgen.planning import plan_run
 from vgen.requests import Request, build_requests
@@ -305,7 +304,7 @@ def travelling(monkeypatch: pytest.MonkeyPatch) -> None:
             tensor.data = torch.full_like(on_host, float("nan") if on_host.is_floating_point() else 0)
 
     monkeypatch.setattr(residency._Visitor, "move_home", vanish)
-    monkeypatch.setattr(transforms, "Residency", partial(residency.Residency, active=True))
+    monkeypatch.setattr(built, "Residency", partial(residency.Residency, active=True))
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +329,7 @@ def test_offload_changes_no_bit(offload: str, sounding_clip: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("travelling")
-@pytest.mark.parametrize("forgotten", VISITING["stages"])
+@pytest.mark.parametrize("forgotten", [*built.TEXT, "transformer", *built.ENCODERS, *built.DECODERS])
 def test_a_stage_that_forgets_its_weights_is_found_out(
     forgotten: str, sounding_clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +360,7 @@ def test_a_freed_text_encoder_is_gone(tmp_path: Path, monkeypatch: pytest.Monkey
         seen.append(weakref.ref(text.text_encoder))
         return text
 
-    monkeypatch.setattr(transforms, "build_text", remember)
+    monkeypatch.setattr(built, "build_text", remember)
     job = official_job(tmp_path, "model.offload=text_encoder")
     components = transforms.build_components(job, torch.device("cpu"))
     gc.collect()

@@ -5,6 +5,8 @@ sinusoid, in fp64 there (``test_wan_transformer``), and by the sigmas (``test_wa
 """
 
 import dataclasses
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from tests import tiny_wan
 from tests.pipelines.test_ltx2_pipeline import ListSink, make_job
-from vgen import transforms
+from vgen import residency, transforms
+from vgen.components import wan as built
 from vgen.job import Job
 from vgen.models.wan.image_encoder import encode_images, prepare_images
 from vgen.pipelines import wan
@@ -232,3 +235,52 @@ def test_broken_numbers_are_named(folders: dict[str, Path], tmp_path: Path) -> N
     components.experts["high_noise"].proj_out.bias[0] = float("nan")
     with pytest.raises(NumericsError, match="the video latents are NaN or infinite after step 1"):
         wan.generate(components, job.requests[0], job.config.sampler, ListSink())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def travelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights travel on the CPU as well, and what is away is NaN."""
+
+    def vanish(visitor: Any) -> None:
+        for tensor, _, on_host in visitor.places:
+            tensor.data = torch.full_like(on_host, float("nan") if on_host.is_floating_point() else 0)
+
+    monkeypatch.setattr(residency._Visitor, "move_home", vanish)
+    monkeypatch.setattr(built, "Residency", partial(residency.Residency, active=True))
+
+
+@pytest.mark.usefixtures("travelling")
+@pytest.mark.parametrize(
+    ("variant", "offload"), [("i2v_2_1", "stages"), ("i2v_a14b", "expert"), ("ti2v", "text_encoder")]
+)
+def test_offload_changes_no_bit(
+    variant: str, offload: str, folders: dict[str, Path], picture: Path, tmp_path: Path
+) -> None:
+    overrides = (f"request.image={picture}", "sampler.steps=2", "request.num_frames=5")
+    _, usual = generate(wan_job(tmp_path, folders[variant], variant, *overrides))
+    _, other = generate(wan_job(tmp_path, folders[variant], variant, *overrides, f"model.offload={offload}"))
+    assert torch.equal(usual.video, other.video)
+    assert torch.equal(usual.frames, other.frames)
+
+
+@pytest.mark.usefixtures("travelling")
+@pytest.mark.parametrize(
+    "forgotten", ["text_encoder", "image_encoder", "transformer", "video_encoder", "video_decoder"]
+)
+def test_a_stage_that_forgets_its_weights_is_found_out(
+    forgotten: str, folders: dict[str, Path], picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: without the visit of any one component there is NaN somewhere."""
+    use = residency.Residency.use
+
+    def use_all_but_one(self: residency.Residency, *names: str) -> AbstractContextManager[None]:
+        return use(self, *(name for name in names if name != forgotten))
+
+    monkeypatch.setattr(residency.Residency, "use", use_all_but_one)
+    overrides = (f"request.image={picture}", "sampler.steps=2", "request.num_frames=5", "model.offload=stages")
+    job = wan_job(tmp_path, folders["i2v_2_1"], "i2v_2_1", *overrides)
+    try:
+        _, sink = generate(job)
+    except NumericsError:
+        return
+    assert sink.frames.isnan().any()
