@@ -137,16 +137,25 @@ def test_matches_diffusers(kind: str, num_frames: int, batch: int) -> None:
     assert relative_error(decoder(latents), twin.decode(latents).sample) <= 1e-12
 
 
+@pytest.mark.parametrize("num_frames", [1, 5, 17, 81, 121])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_chunks_give_the_whole_clip(kind: str) -> None:
+def test_any_chunks_give_the_whole_clip(kind: str, num_frames: int) -> None:
     config = CONFIGS[kind]
     encoder, decoder = random_encoder(config).double(), random_decoder(config).double()
-    frames, latents = random_frames(config, 21).double(), random_latents(config, 6).double()
+    size = (1, 1) if num_frames > 17 else (3, 1)
+    frames = random_frames(config, num_frames, latent_size=size).double()
+    latents = random_latents(config, (num_frames - 1) // 4 + 1, size=size).double()
     encoded, decoded = encoder(frames, None), decoder(latents, None)
+    assert decoded.shape[2] == num_frames
     for chunk in (1, 2, 4):
         assert relative_error(encoder(frames, chunk), encoded) <= 1e-12
         assert relative_error(decoder(latents, chunk), decoded) <= 1e-12
-    assert [part.shape[2] for part in decoder.decode(latents, 4)] == [13, 8]
+
+
+def test_a_chunk_is_as_long_as_asked_for() -> None:
+    config = CONFIGS["2.1"]
+    decoder = random_decoder(config)
+    assert [part.shape[2] for part in decoder.decode(random_latents(config, 6), 4)] == [13, 8]
 
 
 @pytest.mark.parametrize("kind", KINDS)
