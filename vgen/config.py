@@ -254,7 +254,7 @@ class TrainConfig:
     table_captions: int
     """Wordings of each of them."""
     sigma_shift: float
-    """Centre of the logit-normal noise levels; the official schedule's shift is 2.05."""
+    """Centre of the logit-normal noise levels. The schedules' own: 2.05 for LTX-2, ln 5 = 1.6 for Wan."""
     caption_dropout: float
     unknown_words: float
     """Part of the captions in which some words are unknown ones."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import vgen
 from tests import tiny_ltx2
 from tests.pipelines.test_ltx2_pipeline import diffusers_pipeline, generate, make_job, noise_of, relative
-from vgen import checkpoint, checkpoint_files, transforms
+from vgen import checkpoint, checkpoint_files
+from vgen.components import ltx2
 from vgen.diffusion.schedule import build_sigmas
 from vgen.job import Job
 from vgen.models.ltx2.config_upsampler import upsampler_from_official
@@ -308,7 +309,7 @@ def test_diffusers_makes_the_same_latents(job: Job, parts: tiny_ltx2.Parts) -> N
     ):
         mean, std = vae.latents_mean.view(shape), vae.latents_std.view(shape)
         theirs = (vae.encode(given).latent_dist.mean - mean) / std
-        assert relative(transforms._load(job, ours, CPU)(given), theirs) <= LARGEST_ERROR, ours
+        assert relative(ltx2._load(job, ours, CPU)(given), theirs) <= LARGEST_ERROR, ours
 
 
 def test_diffusers_upsamples_the_same() -> None:

@@ -19,6 +19,7 @@ from vgen.diffusion.guidance import Guidance
 from vgen.diffusion.schedule import build_sigmas
 from vgen.job import Job, plan_job
 from vgen.media import to_uint8
+from vgen.models.ltx2.config import VIDEO_COMPRESSION
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.models.ltx2.vocoder import Vocoder
 from vgen.requests import build_requests
@@ -29,7 +30,9 @@ from vgen.stages.passes import plan_passes
 from vgen.stages.text import Context
 from vgen.tiny.grammar import Scene, parse
 from vgen.tiny.render import render_sound, render_video
-from vgen.tiny.training import audio_vae, captions, data, diffusion, latents, samples, video_vae
+from vgen.tiny.tokenizer import GEMMA
+from vgen.tiny.training import audio_vae, captions, data, diffusion, ltx2, ltx2_vae, samples, video_vae
+from vgen.tiny.training.families import FAMILIES
 
 CPU = torch.device("cpu")
 LENGTH = 32
@@ -44,18 +47,22 @@ def job() -> Job:
 
 
 @pytest.fixture(scope="module")
-def model(job: Job) -> diffusion.DiffusionModel:
+def model(job: Job) -> ltx2.DiffusionModel:
     torch.manual_seed(0)
-    return diffusion.DiffusionModel(transforms.text_config(job), job.architecture).eval()
+    return ltx2.DiffusionModel(transforms.text_config(job), job.architecture).eval()
 
 
 @pytest.fixture(scope="module")
 def geometry(job: Job) -> Any:
-    return latents.geometry_of(job.config.train.sizes[0])
+    return ltx2.geometry_of(job.config.train.sizes[0], VIDEO_COMPRESSION)
 
 
-TOKENS = captions.text_tokens(["a red circle moves right, high tone", "a cyan square goes up"], LENGTH, CPU)
-EMPTY = captions.one_text("", LENGTH)
+TOKENS = captions.text_tokens(["a red circle moves right, high tone", "a cyan square goes up"], LENGTH, GEMMA)
+EMPTY = captions.one_text("", LENGTH, GEMMA)
+
+
+def sampler(steps: int, cfg_scale: float) -> Any:
+    return SimpleNamespace(steps=steps, video=SimpleNamespace(cfg_scale=cfg_scale))
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -90,7 +97,7 @@ class FakeModel:
 def run(
     model: Any, geometry: Any, cfg_scale: float = 3.0, first_frame: Tensor | None = None, steps: int = 6
 ) -> tuple[Tensor, Tensor]:
-    return samples.generate(model, TOKENS, EMPTY, geometry, steps, cfg_scale, seeded(), first_frame)
+    return ltx2.generate(model, TOKENS, EMPTY, geometry, sampler(steps, cfg_scale), seeded(), first_frame)
 
 
 def test_exact_velocities_lead_to_the_clean_tokens(geometry: Any) -> None:
@@ -150,13 +157,13 @@ def test_a_held_first_frame_comes_back_unchanged(geometry: Any) -> None:
 
 @pytest.mark.parametrize("held", [False, True])
 def test_it_makes_what_the_pipeline_makes_of_the_same_noise(
-    job: Job, model: diffusion.DiffusionModel, geometry: Any, held: bool
+    job: Job, model: ltx2.DiffusionModel, geometry: Any, held: bool
 ) -> None:
     config = job.architecture.transformer
     tokens = TOKENS[0][:1], TOKENS[1][:1]
     grid = torch.randn(1, config.in_channels, 1, geometry.latent_height, geometry.latent_width, generator=seeded(1))
     frame = pack_video(grid) if held else None
-    video, audio = samples.generate(model, tokens, EMPTY, geometry, 3, 3.0, seeded(), frame)
+    video, audio = ltx2.generate(model, tokens, EMPTY, geometry, sampler(3, 3.0), seeded(), frame)
 
     generator = seeded()
     start = Latents(
@@ -187,12 +194,12 @@ def test_it_makes_what_the_pipeline_makes_of_the_same_noise(
 def test_tokens_are_decoded_as_the_grids_that_they_were(job: Job, geometry: Any) -> None:
     torch.manual_seed(0)
     architecture = job.architecture
-    vae: Any = video_vae.build_video_vae(architecture).eval()
+    vae: Any = ltx2_vae.build_video_vae(architecture).eval()
     sounds, vocoder = audio_vae.AudioVae(architecture).eval(), Vocoder(architecture.vocoder).eval()
     statistics = PerChannelStatistics(architecture.video_encoder.latent_channels)
     statistics.get_buffer("mean-of-means").normal_()
     statistics.get_buffer("std-of-means").uniform_(0.5, 2)
-    decoders = samples.Decoders(vae, statistics, sounds.decoder, vocoder)
+    decoders = samples.Decoders(FAMILIES["ltx2"], vae, statistics, samples.SoundDecoders(sounds.decoder, vocoder))
     scenes = data.scenes_of(job.config.train, 0, 2)
     size = job.config.train.sizes[0]
     means = video_vae.encode_means(vae, data.video_of(scenes, size, CPU))
@@ -206,7 +213,8 @@ def test_tokens_are_decoded_as_the_grids_that_they_were(job: Job, geometry: Any)
     for frames, clip in zip(made, true, strict=True):
         difference = frames.astype(int) - to_uint8(clip[None]).numpy().astype(int)
         assert np.abs(difference).max() <= 1 and frames.std() > 1
-    np.testing.assert_array_equal(samples.decode_audio(decoders, pack_audio(encoded)), waveform.numpy())
+    assert decoders.sound is not None
+    np.testing.assert_array_equal(samples.decode_audio(decoders.sound, pack_audio(encoded)), waveform.numpy())
 
 
 # ---------------------------------------------------------------- pictures and shares
@@ -225,7 +233,7 @@ class Puppet:
         statistics.get_buffer("std-of-means").fill_(2)
         vocoder: Any = _Vocoder(self)
         audio: Any = _Sounds()
-        self.decoders = samples.Decoders(self, statistics, audio, vocoder)
+        self.decoders = samples.Decoders(FAMILIES["ltx2"], self, statistics, samples.SoundDecoders(audio, vocoder))
 
     def make(self, tokens: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         assert tokens[0].shape == tokens[1].shape == (len(self.scenes), LENGTH)
@@ -264,7 +272,7 @@ def judged(job: Job, count: int, change: Callable[[Scene], Scene] = lambda scene
     puppet = Puppet([change(scene) for scene in scenes])
     size = type(config.sizes[0])(Puppet.frames, 64, 64)
     config = replace(config, judged_clips=count)
-    return samples.judge(puppet.make, puppet.decoders, latents.geometry_of(size), config, LENGTH, CPU)
+    return samples.judge(puppet.make, puppet.decoders, ltx2.geometry_of(size, VIDEO_COMPRESSION), config, LENGTH, CPU)
 
 
 def changed(name: str, first: str, second: str) -> Callable[[Scene], Scene]:
@@ -347,17 +355,17 @@ def test_a_reconstruction_sheet_has_each_line_of_clips_above_its_round_trips(job
         assert entry.caption == f"clip {clip}" + (f", round trip: {decibels:.1f} dB" if gain < 1 else "")
 
 
-def test_it_runs_on_what_training_trains(job: Job, model: diffusion.DiffusionModel, geometry: Any) -> None:
+def test_it_runs_on_what_training_trains(job: Job, model: ltx2.DiffusionModel, geometry: Any) -> None:
     architecture, config = job.architecture, replace(job.config.train, judged_clips=2)
     torch.manual_seed(0)
-    vae: Any = video_vae.build_video_vae(architecture).eval()
+    vae: Any = ltx2_vae.build_video_vae(architecture).eval()
     statistics = PerChannelStatistics(len(vae.latents_mean))
     sounds, vocoder = audio_vae.AudioVae(architecture).eval(), Vocoder(architecture.vocoder).eval()
 
     def make(tokens: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return samples.generate(model, tokens, EMPTY, geometry, 2, 3.0, seeded())
+        return ltx2.generate(model, tokens, EMPTY, geometry, sampler(2, 3.0), seeded())
 
-    decoders = samples.Decoders(vae, statistics, sounds.decoder, vocoder)
+    decoders = samples.Decoders(FAMILIES["ltx2"], vae, statistics, samples.SoundDecoders(sounds.decoder, vocoder))
     clips = samples.judge(make, decoders, geometry, config, LENGTH, CPU)
     shares = samples.adherence(clips)
     assert len(clips) == 4 and all(0 <= share <= 1 for share in shares.values())

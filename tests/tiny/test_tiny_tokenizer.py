@@ -1,4 +1,4 @@
-"""The tokenizer: Gemma's special ids, one token per word, and the words that it does not know by name."""
+"""The tokenizers: Gemma's and UMT5's special ids, one token per word, and the words that they do not know by name."""
 
 import json
 import random
@@ -7,27 +7,28 @@ from pathlib import Path
 import pytest
 
 from vgen.models.gemma3 import Tokenizer, load_tokenizer
+from vgen.models.wan import text as umt5
 from vgen.tiny.grammar import caption, captions, sample_scene, split_words, vocabulary
-from vgen.tiny.tokenizer import SPECIAL_TOKENS, build_tokenizer, save_tokenizer
+from vgen.tiny.tokenizer import GEMMA, UMT5, build_tokenizer, save_tokenizer
 
 BOS = 2
-TOKENIZER = Tokenizer(build_tokenizer(), bos_id=BOS, pad_id=0)
+TOKENIZER = Tokenizer(build_tokenizer(GEMMA), bos_id=BOS, pad_id=0)
 
 
 def ids(text: str) -> list[int]:
-    known: list[int] = build_tokenizer().encode(text, add_special_tokens=False).ids
+    known: list[int] = build_tokenizer(GEMMA).encode(text, add_special_tokens=False).ids
     return known
 
 
 def test_special_tokens_have_gemmas_ids_and_words_follow() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(GEMMA)
     assert [tokenizer.id_to_token(index) for index in range(4)] == ["<pad>", "<eos>", "<bos>", "<unk>"]
     assert [tokenizer.token_to_id(word) for word in vocabulary()] == list(range(4, 4 + len(vocabulary())))
     assert tokenizer.get_vocab_size() == 4 + len(vocabulary())
 
 
 def test_every_caption_is_known_word_by_word() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(GEMMA)
     for index in range(300):
         scene = sample_scene(0, index, "heldout")
         for text in (*captions(scene), caption(scene, random.Random(index))):
@@ -62,9 +63,9 @@ def test_the_known_words_are_those_of_the_grammar() -> None:
 
 
 def test_the_saved_folder_reads_as_gemmas(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "tokenizer")
+    save_tokenizer(tmp_path / "tokenizer", GEMMA)
     tokens = load_tokenizer(tmp_path / "tokenizer").tokenize(["a red circle", "a purple circle moves up"], max_length=8)
-    word = build_tokenizer().token_to_id
+    word = build_tokenizer(GEMMA).token_to_id
     assert tokens.input_ids.tolist() == [
         [0, 0, 0, 0, BOS, word("a"), word("red"), word("circle")],
         [0, 0, BOS, word("a"), 3, word("circle"), word("moves"), word("up")],
@@ -75,17 +76,17 @@ def test_the_saved_folder_reads_as_gemmas(tmp_path: Path) -> None:
 
 def test_saving_twice_writes_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        save_tokenizer(tmp_path / name)
+        save_tokenizer(tmp_path / name, GEMMA)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     config = json.loads((tmp_path / "one" / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert {config[f"{name}_token"] for name in ("pad", "eos", "bos", "unk")} == set(SPECIAL_TOKENS)
+    assert {config[f"{name}_token"] for name in ("pad", "eos", "bos", "unk")} == set(GEMMA.special_tokens)
 
 
 def test_transformers_reads_it_alike(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    save_tokenizer(tmp_path)
+    save_tokenizer(tmp_path, GEMMA)
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     prompts = ["a red circle", "a purple circle moves up, high tone"]
     encoded = theirs(prompts, padding="max_length", max_length=12, return_tensors="pt")
@@ -94,3 +95,27 @@ def test_transformers_reads_it_alike(tmp_path: Path) -> None:
     assert encoded["attention_mask"].tolist() == ours.attention_mask.tolist()
     assert theirs.decode(encoded["input_ids"][0], skip_special_tokens=True) == "a red circle"
     assert theirs.decode(theirs("the circle moves up, low tone.")["input_ids"][1:]) == "the circle moves up, low tone."
+
+
+def test_umt5s_special_tokens_have_its_ids_and_words_follow() -> None:
+    tokenizer = build_tokenizer(UMT5)
+    assert [tokenizer.id_to_token(index) for index in range(3)] == ["<pad>", "</s>", "<unk>"]
+    assert [tokenizer.token_to_id(word) for word in vocabulary()] == list(range(3, 3 + len(vocabulary())))
+
+
+def test_wan_and_transformers_read_the_saved_folder_of_umt5s_format(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path, UMT5)
+    ours, theirs = umt5.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    prompts = ["a red circle", "a purple  circle moves up; high tone", ""]
+    tokens = ours.tokenize(prompts, max_length=10)
+    word = build_tokenizer(UMT5).token_to_id
+    words = ("a", "<unk>", "circle", "moves", "up", ",", "high", "tone")
+    assert tokens.input_ids.tolist() == [
+        [*map(word, ("a", "red", "circle")), 1, *[0] * 6], [*map(word, words), 1, 0], [1, *[0] * 9],
+    ]  # fmt: skip
+    encoded = theirs(prompts, padding="max_length", max_length=10, truncation=True, return_tensors="pt")
+    assert encoded["input_ids"].tolist() == tokens.input_ids.tolist()
+    assert encoded["attention_mask"].tolist() == tokens.attention_mask.tolist()
+    assert ours.unknown_words(prompts[1]) == ("purple",)

@@ -15,35 +15,42 @@ from torch import Tensor, nn
 
 from tests import tiny_ltx2
 from vgen import app, checkpoint, checkpoint_files, transforms
-from vgen.config import Config, StageTraining, from_mapping
+from vgen.components import ltx2
+from vgen.config import ClipSize, Config, StageTraining, from_mapping
 from vgen.diffusion.solver import to_x0
 from vgen.job import Job, plan_job
+from vgen.models import gemma3
 from vgen.models.gemma3 import load_tokenizer
+from vgen.models.ltx2.config import VIDEO_COMPRESSION
 from vgen.models.ltx2.connectors import normalise_states
+from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.mel import log_mel
 from vgen.models.ltx2.transformer import Stream
 from vgen.models.ltx2.upsampler import LatentUpsampler
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.models.ltx2.vocoder import Vocoder
+from vgen.models.wan import text as umt5
 from vgen.requests import build_requests
 from vgen.stages.text import TextComponents, encode_prompts
 from vgen.tasks import peers, train_tiny
 from vgen.tasks.types import TaskContext
 from vgen.tiny.grammar import caption
+from vgen.tiny.tokenizer import GEMMA, UMT5, TextFormat, build_tokenizer
 from vgen.tiny.training import (
     audio_vae,
     captions,
     data,
     diffusion,
     graphs,
-    latents,
     loop,
+    ltx2_vae,
     store,
     upsampler,
     video_vae,
     vocoder,
 )
-from vgen.tiny.training.export import CHECKPOINT, GEMMA, UPSAMPLER, official_name, video_components
+from vgen.tiny.training import ltx2 as ltx2_training
+from vgen.tiny.training.ltx2_export import CHECKPOINT, TEXT_ENCODER, UPSAMPLER, official_name, video_components
 from vgen.typed import ConfigurationError
 from vgen.validate import validate
 
@@ -84,11 +91,15 @@ def job(trained: Path) -> Job:
         "task=generate",
         "model.weights=load",
         f"model.checkpoint={trained / CHECKPOINT}",
-        f"model.text_encoder.checkpoint={trained / GEMMA}",
+        f"model.text_encoder.checkpoint={trained / TEXT_ENCODER}",
         "quant=fp32",
         "device=cpu",
     )
     return plan_job(config, build_requests(config.request), trained, num_gpus=0, sweep=None)
+
+
+def geometry_of(size: ClipSize) -> Geometry:
+    return ltx2_training.geometry_of(size, VIDEO_COMPRESSION)
 
 
 def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -269,8 +280,8 @@ def stage_of(name: str) -> Stage:
     train, architecture = config.train, job.architecture
     torch.manual_seed(0)
     if name == "video_vae":
-        vae: Any = video_vae.build_video_vae(architecture)
-        return Stage(vae, video_vae.video_objective(vae, train, CPU))
+        vae: Any = ltx2_vae.build_video_vae(architecture)
+        return Stage(vae, video_vae.video_objective(vae, VIDEO_COMPRESSION, 1e-6, train, CPU))
     sounds = audio_vae.AudioVae(architecture)
     if name == "audio_vae":
         return Stage(sounds, audio_vae.audio_objective(sounds, train, CPU))
@@ -279,16 +290,17 @@ def stage_of(name: str) -> Stage:
         sounds.requires_grad_(False)
         return Stage(module, vocoder.vocoder_objective(module, sounds, train, CPU))
     size = train.sizes[0]
-    geometry = latents.geometry_of(size)
+    geometry = geometry_of(size)
     if name == "diffusion":
-        model = diffusion.DiffusionModel(transforms.text_config(job), architecture)
-        tokens = captions.caption_tokens(data.scenes_of(train, 0, 4), 2, 32, 0)
+        model = ltx2_training.DiffusionModel(transforms.text_config(job), architecture)
+        tokens = captions.caption_tokens(data.scenes_of(train, 0, 4), 2, 32, 0, GEMMA)
         table = diffusion.Table(
             geometry,
             torch.randn(4, geometry.grid_tokens, 32),
             torch.randn(4, geometry.audio_tokens, 32),
             tokens,
-            captions.one_text("", 32),
+            captions.one_text("", 32, GEMMA),
+            GEMMA,
         )
         return Stage(model, diffusion.diffusion_objective(model, [table], replace(train, image_conditioning=0.5)))
     enlarge = LatentUpsampler(upsampler.upsampler_config(architecture, train))
@@ -343,7 +355,7 @@ def test_normalised_states_have_the_gradient_of_the_same_maths_out_of_place() ->
 
 def test_the_velocity_leads_back_to_the_clean_tokens_and_a_given_frame_is_clean() -> None:
     generator = torch.Generator().manual_seed(0)
-    geometry = latents.geometry_of(compose_config().train.sizes[0])
+    geometry = geometry_of(compose_config().train.sizes[0])
     video, audio = torch.randn(64, geometry.grid_tokens, 5), torch.randn(64, geometry.audio_tokens, 6)
     noisy = diffusion.add_noise(video, audio, geometry, shift=1.0, held=0.5, generator=generator)
     token_sigma = torch.where(noisy.given, 0.0, noisy.sigma[:, None])
@@ -357,7 +369,7 @@ def test_the_velocity_leads_back_to_the_clean_tokens_and_a_given_frame_is_clean(
 
 
 def test_a_given_frame_has_no_part_in_the_loss() -> None:
-    geometry = latents.geometry_of(compose_config().train.sizes[0])
+    geometry = geometry_of(compose_config().train.sizes[0])
     video, audio = torch.zeros(4, geometry.grid_tokens, 5), torch.zeros(4, geometry.audio_tokens, 6)
     noisy = diffusion.add_noise(video, audio, geometry, 1.0, 1.0, torch.Generator().manual_seed(0))
     wrong = noisy.video_velocity + 100 * noisy.given[..., None] + 2 * ~noisy.given[..., None]
@@ -372,22 +384,28 @@ def test_noise_levels_are_those_of_a_shifted_logit_normal() -> None:
     assert sigma.min() >= diffusion.LEAST_SIGMA and sigma.max() <= 1
 
 
-def test_captions_in_one_batch_are_the_tokens_of_each() -> None:
+@pytest.mark.parametrize("text_format", [GEMMA, UMT5])
+def test_captions_in_one_batch_are_the_tokens_of_each(text_format: TextFormat) -> None:
     scenes = data.scenes_of(compose_config().train, 0, 3)
-    ids, mask = captions.caption_tokens(scenes, 2, 32, 0)
+    ids, mask = captions.caption_tokens(scenes, 2, 32, 0, text_format)
     draw = random.Random("0/captions")
     texts = [caption(scene, draw) for scene in scenes for _ in range(2)]
     assert len(set(texts)) > 3
+    backend = build_tokenizer(text_format)
+    pipeline = gemma3.Tokenizer(backend, bos_id=2, pad_id=0) if text_format is GEMMA else umt5.Tokenizer(backend, 1, 0)
+    tokens = pipeline.tokenize(texts, 32)
+    assert torch.equal(ids.flatten(0, 1).long(), tokens.input_ids)
+    assert torch.equal(mask.flatten(0, 1).long(), tokens.attention_mask)
     for text, row, valid in zip(texts, ids.flatten(0, 1), mask.flatten(0, 1), strict=True):
-        one_ids, one_mask = captions.one_text(text, 32)
+        one_ids, one_mask = captions.one_text(text, 32, text_format)
         assert torch.equal(row, one_ids) and torch.equal(valid, one_mask)
     with pytest.raises(ValueError, match="max_length=4; use"):
-        captions.caption_tokens(scenes, 2, 4, 0)
+        captions.caption_tokens(scenes, 2, 4, 0, text_format)
 
 
 def test_captions_are_dropped_whole() -> None:
-    tokens = captions.caption_tokens(data.scenes_of(compose_config().train, 0, 3), 2, 32, 0)
-    empty = captions.one_text("", 32)
+    tokens = captions.caption_tokens(data.scenes_of(compose_config().train, 0, 3), 2, 32, 0, GEMMA)
+    empty = captions.one_text("", 32, GEMMA)
     chosen = captions.choose(tokens, torch.tensor([2, 0]), torch.tensor([1, 0]))
     ids, mask = captions.with_dropout(chosen, empty, torch.tensor([True, False]))
     assert int(mask[0].sum()) == 1 and int(ids[0, -1]) == 2
@@ -398,7 +416,7 @@ def test_captions_are_dropped_whole() -> None:
 
 
 def load(job: Job, component: str) -> Any:
-    return transforms._load(job, component, CPU)
+    return ltx2._load(job, component, CPU)
 
 
 def test_the_export_has_the_official_names_of_diffusers_video_vae() -> None:
@@ -414,7 +432,7 @@ def test_the_export_has_the_official_names_of_diffusers_video_vae() -> None:
 
 
 def test_the_exported_video_vae_is_the_trained_one(trained: Path, job: Job) -> None:
-    twin = average(trained, "video_vae", video_vae.build_video_vae(job.architecture))
+    twin = average(trained, "video_vae", ltx2_vae.build_video_vae(job.architecture))
     video = data.video_of(data.scenes_of(job.config.train, 0, 1), job.config.train.sizes[0], CPU)
     means = video_vae.encode_means(twin, video)
     mean, std = (t.view(-1, 1, 1, 1) for t in (twin.latents_mean, twin.latents_std))
@@ -437,15 +455,17 @@ def test_the_exported_audio_parts_are_the_trained_ones(trained: Path, job: Job) 
 
 
 def test_the_exported_transformer_and_text_are_the_trained_ones_and_diffusers(trained: Path, job: Job) -> None:
-    model = average(trained, "diffusion", diffusion.DiffusionModel(transforms.text_config(job), job.architecture))
-    text = TextComponents(load_tokenizer(trained / GEMMA), load(job, "text_encoder"), load(job, "connectors"), 32)
+    model = average(trained, "diffusion", ltx2_training.DiffusionModel(transforms.text_config(job), job.architecture))
+    text = TextComponents(
+        load_tokenizer(trained / TEXT_ENCODER), load(job, "text_encoder"), load(job, "connectors"), 32
+    )
     context = encode_prompts(text, [PROMPT], CPU)[0]
-    ids, mask = captions.one_text(PROMPT, 32)
+    ids, mask = captions.one_text(PROMPT, 32, GEMMA)
     video_text, audio_text = model.contexts(ids[None].long(), mask[None].long())
     torch.testing.assert_close(context.video, video_text)
     torch.testing.assert_close(context.audio, audio_text)
 
-    geometry = latents.geometry_of(job.config.train.sizes[0])
+    geometry = geometry_of(job.config.train.sizes[0])
     video, audio = torch.randn(1, geometry.grid_tokens, 32), torch.randn(1, geometry.audio_tokens, 32)
     noisy = diffusion.add_noise(video, audio, geometry, 1.0, 0.0, torch.Generator().manual_seed(1))
     trained_velocities = model.velocities(noisy, (video_text, audio_text), geometry)
@@ -489,7 +509,7 @@ def test_the_full_experiment_is_small_enough(tmp_path: Path) -> None:
     config = from_mapping(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
     job = plan_job(config, build_requests(config.request), tmp_path, num_gpus=0, sweep=None)
     with torch.device("meta"):
-        modules = [build(job) for build in transforms.MODULES.values()]
+        modules = [build(job) for build in ltx2.MODULES.values()]
         modules.append(LatentUpsampler(upsampler.upsampler_config(job.architecture, config.train)))
     assert 2 * sum(p.numel() for module in modules for p in module.parameters()) < 20e6
 

@@ -1,4 +1,4 @@
-"""``task=train_tiny``: one stage of training the tiny LTX-2, or the export of all of them."""
+"""``task=train_tiny``: one stage of training a tiny model, or the export of all of them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,19 +10,29 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from vgen import transforms
-from vgen.config import ClipSize, StageTraining
+from vgen.config import ClipSize, FlowSamplerConfig, StageTraining
 from vgen.job import Job
 from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.upsampler import LatentUpsampler
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.models.ltx2.vocoder import Vocoder
-from vgen.stages.latents import pack_video
+from vgen.models.wan.vae_blocks import apply_channels_last
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.tiny.training import audio_vae as audio
-from vgen.tiny.training import captions, diffusion, latents, loop, samples, upsampler, video_vae
+from vgen.tiny.training import (
+    captions,
+    diffusion,
+    latents,
+    loop,
+    ltx2_export,
+    samples,
+    upsampler,
+    video_vae,
+    wan_export,
+)
 from vgen.tiny.training import vocoder as voice
 from vgen.tiny.training.data import scenes_of
-from vgen.tiny.training.export import export
+from vgen.tiny.training.families import FAMILIES, Family
 from vgen.tiny.training.store import fill, load_average
 
 MEAN, STD = "mean-of-means", "std-of-means"
@@ -39,14 +49,17 @@ def run(context: TaskContext) -> RankResult:
 
 def train_video_vae(context: TaskContext, folder: Path) -> None:
     job, device, config = context.job, context.device, context.job.config.train
-    vae: Any = _seeded(config.seed, lambda: video_vae.build_video_vae(job.architecture)).to(device)
+    family = _family(job)
+    vae: Any = _seeded(config.seed, lambda: family.build_video_vae(job.architecture)).to(device)
     if device.type == "cuda":
-        vae.to(memory_format=torch.channels_last_3d)
+        apply_channels_last(vae)
 
     def look(step: int) -> None:
         _show(context, folder, samples.reconstructions(vae, config, device), step)
 
-    training = _train(context, folder, vae, video_vae.video_objective(vae, config, device), look)
+    compression = family.compression(job.architecture)
+    objective = video_vae.video_objective(vae, compression, family.kl_weight, config, device)
+    training = _train(context, folder, vae, objective, look)
     _take_averages(training)
     look(training.step)
     # Measured once, when the weights are final: a state that is gone on from has them too, and measures again.
@@ -75,25 +88,21 @@ def train_vocoder(context: TaskContext, folder: Path) -> None:
 
 def train_diffusion(context: TaskContext, folder: Path) -> None:
     job, device, config = context.job, context.device, context.job.config.train
-    text = transforms.text_config(job)
-    model = _seeded(config.seed, lambda: diffusion.DiffusionModel(text, job.architecture)).to(device)
+    family, text = _family(job), transforms.text_config(job)
+    model = _seeded(config.seed, lambda: family.build_model(text, job.architecture)).to(device)
     vae, statistics = _video_vae(job, folder, device)
-    sounds = _loaded(audio.AudioVae(job.architecture), folder, "audio_vae", device)
-    vocoder = _loaded(Vocoder(job.architecture.vocoder), folder, "vocoder", device)
-    decoders = samples.Decoders(vae, statistics, sounds.decoder, vocoder)
-    tables = _build_tables(job, decoders, sounds.encoder, device)
+    sound, encoder = _sound(job, folder, device)
+    decoders = samples.Decoders(family, vae, statistics, sound)
+    tables = _build_tables(job, decoders, encoder, device)
     turns = [tables[size] for size in config.diffusion_sizes]
     geometry, length = turns[0].geometry, job.config.model.text_encoder.max_length
-    sampler = job.config.sampler
 
     def look(step: int) -> None:
         # The same noise each time, so that the pictures can be compared.
         generator = torch.Generator(device).manual_seed(config.seed)
 
-        def make(tokens: samples.Tokens) -> tuple[Tensor, Tensor]:
-            return samples.generate(
-                model, tokens, turns[0].empty, geometry, sampler.steps, sampler.video.cfg_scale, generator
-            )
+        def make(tokens: captions.Tokens) -> tuple[Tensor, Tensor | None]:
+            return family.generate(model, tokens, turns[0].empty, geometry, job.config.sampler, generator)
 
         clips = samples.judge(make, decoders, geometry, config, length, device)
         _show(context, folder, samples.generations(clips), step)
@@ -105,23 +114,38 @@ def train_diffusion(context: TaskContext, folder: Path) -> None:
     look(training.step)
 
 
+def _sound(
+    job: Job, folder: Path, device: torch.device
+) -> tuple[samples.SoundDecoders, AudioEncoder] | tuple[None, None]:
+    """What LTX-2's sound goes through, from latents and to them; Wan has none."""
+    if job.config.model.family == "wan":
+        return None, None
+    vae = _loaded(audio.AudioVae(job.architecture), folder, "audio_vae", device)
+    vocoder = _loaded(Vocoder(job.architecture.vocoder), folder, "vocoder", device)
+    return samples.SoundDecoders(vae.decoder, vocoder), vae.encoder
+
+
 def _build_tables(
-    job: Job, decoders: samples.Decoders, encoder: AudioEncoder, device: torch.device
+    job: Job, decoders: samples.Decoders, encoder: AudioEncoder | None, device: torch.device
 ) -> dict[ClipSize, diffusion.Table]:
     config, length = job.config.train, job.config.model.text_encoder.max_length
+    family, text_format = decoders.family, decoders.family.text_format
     scenes = scenes_of(config, 0, config.table_clips)
-    ids, mask = captions.caption_tokens(scenes, config.table_captions, length, config.seed)
-    no_ids, no_mask = captions.one_text("", length)
-    return {
-        size: diffusion.Table(
-            latents.geometry_of(size),
-            pack_video(latents.video_table(decoders.video, decoders.statistics, config, size, device)),
-            latents.audio_table(encoder, config, size, device),
+    ids, mask = captions.caption_tokens(scenes, config.table_captions, length, config.seed, text_format)
+    no_ids, no_mask = captions.one_text("", length, text_format)
+    tables = {}
+    for size in dict.fromkeys(config.diffusion_sizes):
+        geometry = family.geometry(size, family.compression(job.architecture))
+        video = latents.video_table(decoders.video, decoders.statistics, config, size, device)
+        tables[size] = diffusion.Table(
+            geometry,
+            family.pack(video, geometry),
+            None if encoder is None else latents.audio_table(encoder, config, size, geometry.audio_tokens, device),
             (ids.to(device), mask.to(device)),
             (no_ids.to(device), no_mask.to(device)),
+            text_format,
         )
-        for size in dict.fromkeys(config.diffusion_sizes)
-    }
+    return tables
 
 
 def train_upsampler(context: TaskContext, folder: Path) -> None:
@@ -138,10 +162,14 @@ def train_upsampler(context: TaskContext, folder: Path) -> None:
 
 
 def export_all(context: TaskContext, folder: Path) -> None:
-    job = context.job
+    job, text = context.job, transforms.text_config(context.job)
+    if job.config.model.family == "wan":
+        assert isinstance(job.config.sampler, FlowSamplerConfig)
+        wan_export.export(folder, job.architecture, text, job.config.sampler)
+        return
     assert job.config.model.architecture is not None
     enlarging = upsampler.official_upsampler_config(upsampler.upsampler_config(job.architecture, job.config.train))
-    export(folder, job.config.model.architecture, transforms.text_config(job), enlarging)
+    ltx2_export.export(folder, job.config.model.architecture, text, enlarging)
 
 
 STAGES: dict[str, Callable[[TaskContext, Path], None]] = {
@@ -152,6 +180,10 @@ STAGES: dict[str, Callable[[TaskContext, Path], None]] = {
     "upsampler": train_upsampler,
     "export": export_all,
 }
+
+
+def _family(job: Job) -> Family:
+    return FAMILIES[job.config.model.family]
 
 
 def _train(
@@ -217,7 +249,9 @@ def _loaded(module: Any, folder: Path, stage: str, device: torch.device) -> Any:
 
 
 def _video_vae(job: Job, folder: Path, device: torch.device) -> tuple[nn.Module, PerChannelStatistics]:
-    vae: Any = _loaded(video_vae.build_video_vae(job.architecture), folder, "video_vae", device)
+    vae: Any = _loaded(_family(job).build_video_vae(job.architecture), folder, "video_vae", device)
+    if device.type == "cuda":
+        apply_channels_last(vae)
     statistics = PerChannelStatistics(len(vae.latents_mean))
     statistics.load_state_dict({MEAN: vae.latents_mean, STD: vae.latents_std})
     return vae, statistics.to(device)

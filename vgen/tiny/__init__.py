@@ -1,1 +1,1 @@
-"""A tiny LTX-2 of our own: the small world that it is trained on, and how its videos are judged."""
+"""Tiny models of our own: the small world that they are trained on, and how their videos are judged."""

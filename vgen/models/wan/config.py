@@ -148,7 +148,7 @@ VAES: Mapping[str, WanVaeConfig] = {"2.1": VAE_2_1, "2.2": VAE_2_2}
 
 def architecture(config: Mapping[str, Any]) -> WanArchitecture:
     """Read ``model.architecture``: ``transformer`` in the words of its ``config.json``, ``vae`` likewise or the version
-    of a released one, ``num_transformers`` and ``image_encoder``.
+    of a released one, ``num_transformers`` and ``image_encoder``. Latents without statistics are normal as they are.
 
     Raises:
         ConfigError: a required value is missing, or a value describes another architecture.
@@ -158,10 +158,15 @@ def architecture(config: Mapping[str, Any]) -> WanArchitecture:
         raise ConfigError(f"model.architecture.vae={vae} is no released VAE; use {' or '.join(VAES)}, or its sizes")
     return WanArchitecture(
         transformer_config(_require(config, "model.architecture", "transformer")),
-        VAES[vae] if isinstance(vae, str) else vae_config(vae),
+        VAES[vae] if isinstance(vae, str) else vae_config({**_normal(vae), **vae}),
         config.get("num_transformers", 1),
         config.get("image_encoder") or {},
     )
+
+
+def _normal(vae: Mapping[str, Any]) -> dict[str, Any]:
+    channels = vae.get("z_dim", 0)
+    return {"latents_mean": (0.0,) * channels, "latents_std": (1.0,) * channels}
 
 
 def transformer_config(config: Mapping[str, Any]) -> WanTransformerConfig:

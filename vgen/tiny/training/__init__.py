@@ -1,1 +1,1 @@
-"""Trains the tiny LTX-2, stage by stage."""
+"""Trains the tiny models, stage by stage."""

@@ -1,4 +1,4 @@
-"""``python -m vgen.tiny.training.curves FOLDER… docs``: the losses of trainings, a panel for each stage, as an SVG."""
+"""``python -m vgen.tiny.training.curves FOLDER… OUT.svg``: the losses of trainings, a panel for each stage."""
 
 import re
 import statistics
@@ -10,8 +10,6 @@ from typing import Any
 
 from vgen.tiny.training.history import STAGES, History, Row, read_histories
 from vgen.typed import ConfigurationError
-
-FILE = "ltx2_tiny_training.svg"
 
 SMOOTH_POINTS = 50
 RAW_POINTS = 120
@@ -36,7 +34,7 @@ def draw_curves(runs: Sequence[Mapping[str, History]], path: Path) -> None:
     stages = [stage for stage in STAGES if any(stage in run for run in runs)]
     rows = -(-len(stages) // _COLUMNS)
     # Letters as letters, not as outlines; names in the file that do not change.
-    style = {"svg.fonttype": "none", "svg.hashsalt": FILE, "font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
+    style = {"svg.fonttype": "none", "svg.hashsalt": "losses", "font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
     with rc_context(style):
         figure = Figure(figsize=(9, 2.6 * rows + 0.3), layout="constrained")
         for number, stage in enumerate(stages, start=1):
@@ -91,11 +89,11 @@ def smoothed(rows: Sequence[Row], part: str) -> list[Row]:
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
-        sys.exit("usage: python -m vgen.tiny.training.curves FOLDER [FOLDER …] OUT_FOLDER")
+    if len(sys.argv) < 3 or not sys.argv[-1].endswith(".svg"):
+        sys.exit("usage: python -m vgen.tiny.training.curves FOLDER [FOLDER …] OUT.svg")
     *folders, out = map(Path, sys.argv[1:])
     try:
-        draw_curves([read_histories(folder) for folder in folders], out / FILE)
+        draw_curves([read_histories(folder) for folder in folders], out)
     except ConfigurationError as error:
         sys.exit(str(error))
 

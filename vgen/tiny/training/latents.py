@@ -1,6 +1,6 @@
 """Latents of many clips, computed once and kept on the device, for the stages that train on latents.
 
-Shapes: B clips, C channels, F, H, W latent frames, height and width, S video tokens, A audio tokens.
+Shapes: B clips, C channels, F, H, W latent frames, height and width, A audio tokens, M latent mel bins.
 """
 
 from typing import Any
@@ -10,25 +10,11 @@ from torch import Tensor
 
 from vgen.config import ClipSize, TrainConfig
 from vgen.models.ltx2.audio_encoder import AudioEncoder, fit_latents
-from vgen.models.ltx2.config import AUDIO_LATENTS_PER_SECOND, VIDEO_COMPRESSION
-from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.stages.latents import pack_audio
-from vgen.tiny.training.data import FPS, mel_of, table_scenes, video_of
+from vgen.tiny.training.data import mel_of, table_scenes, video_of
 from vgen.tiny.training.loop import autocast
 from vgen.tiny.training.video_vae import encode_means
-
-
-def geometry_of(size: ClipSize) -> Geometry:
-    """As ``stages.latents.latent_geometry`` of a request of this size."""
-    time, height, width = VIDEO_COMPRESSION
-    return Geometry(
-        latent_frames=(size.num_frames - 1) // time + 1,
-        latent_height=size.height // height,
-        latent_width=size.width // width,
-        fps=FPS,
-        audio_tokens=max(1, round(size.num_frames / FPS * AUDIO_LATENTS_PER_SECOND)),
-    )
 
 
 @torch.no_grad()
@@ -44,9 +30,11 @@ def video_table(
 
 
 @torch.no_grad()
-def audio_table(encoder: AudioEncoder, config: TrainConfig, size: ClipSize, device: torch.device) -> Tensor:
-    """Normalized audio latents as tokens [B, A, C * M] of the same clips."""
-    tokens, parts = geometry_of(size).audio_tokens, []
+def audio_table(
+    encoder: AudioEncoder, config: TrainConfig, size: ClipSize, tokens: int, device: torch.device
+) -> Tensor:
+    """Normalized audio latents as ``tokens`` tokens [B, A, C * M] of the same clips."""
+    parts = []
     for scenes in table_scenes(config):
         parts.append(pack_audio(fit_latents(encoder(mel_of(scenes, size.num_frames, encoder.config, device)), tokens)))
     return torch.cat(parts)

@@ -14,31 +14,23 @@ from PIL.Image import Image
 from torch import Tensor
 
 from vgen.config import TrainConfig
-from vgen.diffusion.guidance import UNCOND, Guidance, apply_guidance
-from vgen.diffusion.schedule import build_sigmas
-from vgen.diffusion.solver import to_x0
 from vgen.media import to_uint8
 from vgen.models.ltx2.audio_vae import AudioDecoder
-from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.models.ltx2.vocoder import Vocoder
-from vgen.stages.denoise import denoise
-from vgen.stages.latents import Latents, unpack_audio, unpack_video
+from vgen.stages.latents import unpack_audio
 from vgen.tiny.grammar import Split, captions, parse
 from vgen.tiny.score import Score, score
 from vgen.tiny.sheets import COLUMNS, Entry, contact_sheet, pick_frames
-from vgen.tiny.training.captions import text_tokens, with_dropout
+from vgen.tiny.training.captions import Tokens, text_tokens
 from vgen.tiny.training.data import scenes_of, video_of
-from vgen.tiny.training.diffusion import DiffusionModel, Noisy
+from vgen.tiny.training.families import Family
 from vgen.tiny.training.video_vae import round_trip
 
 SPLITS: tuple[Split, ...] = ("seen", "heldout")
 PICTURE, SOUND = ("shape", "colour", "motion"), ("pitch", "loudness")
 
-Tokens = tuple[Tensor, Tensor]
-"""``input_ids`` and ``attention_mask``."""
-
-Make = Callable[[Tokens], tuple[Tensor, Tensor]]
+Make = Callable[[Tokens], tuple[Tensor, Tensor | None]]
 """Captions' tokens int64 [B, L] to the clips' video and audio tokens: ``generate`` with all else given."""
 
 
@@ -53,76 +45,46 @@ class Clip:
 
 
 @dataclass(frozen=True, eq=False)
-class Decoders:
-    """What makes clips of tokens; ``video`` is diffusers' twin of the video VAE, whose latents have ``statistics``."""
-
-    video: Any
-    statistics: PerChannelStatistics
+class SoundDecoders:
     audio: AudioDecoder
     vocoder: Vocoder
 
 
-@torch.no_grad()
-def generate(
-    model: DiffusionModel,
-    tokens: Tokens,
-    empty: Tokens,
-    geometry: Geometry,
-    steps: int,
-    cfg_scale: float,
-    generator: torch.Generator,
-    first_frame: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Normalized video tokens [B, S, C] and audio tokens [B, A, C] of captions, by the pipeline's schedule and steps.
+@dataclass(frozen=True, eq=False)
+class Decoders:
+    """What makes clips of tokens; ``video`` is the twin of the video VAE, whose latents have ``statistics``."""
 
-    ``tokens`` int64 [B, L]; ``empty`` [L], those of no caption; ``first_frame`` [B, tokens of a frame, C] is held.
-    """
-    device, count, guidance = generator.device, len(tokens[0]), Guidance(cfg_scale=cfg_scale)
-    config = model.transformer.config
-    video = torch.randn(count, geometry.grid_tokens, config.in_channels, generator=generator, device=device)
-    audio = torch.randn(count, geometry.audio_tokens, config.audio_in_channels, generator=generator, device=device)
-    given = torch.zeros(video.shape[:2], dtype=torch.bool, device=device)
-    if first_frame is not None:
-        video[:, : geometry.frame_tokens] = first_frame
-        given[:, : geometry.frame_tokens] = True
-    contexts = {"cond": model.contexts(*tokens)}
-    if guidance.weights():
-        everywhere = torch.ones(count, dtype=torch.bool, device=device)
-        contexts[UNCOND] = model.contexts(*with_dropout(tokens, empty, everywhere))
-
-    def predict(latents: Latents, sigma: Tensor, step: int) -> Latents:  # noqa: ARG001
-        assert latents.audio is not None
-        # There is no true velocity to tell the model's from.
-        noisy = Noisy(latents.video, latents.audio, latents.video, latents.audio, sigma.expand(count), given)
-        velocities = {name: model.velocities(noisy, context, geometry) for name, context in contexts.items()}
-        token_sigma = torch.where(given, 0.0, sigma)
-        video = {name: to_x0(latents.video, token_sigma, velocity) for name, (velocity, _) in velocities.items()}
-        audio = {name: to_x0(latents.audio, sigma, velocity) for name, (_, velocity) in velocities.items()}
-        return Latents(apply_guidance(video["cond"], video, guidance), apply_guidance(audio["cond"], audio, guidance))
-
-    sigmas = build_sigmas(steps, schedule="official", video_tokens=geometry.video_tokens).to(device)
-    made = denoise(predict, Latents(video, audio), sigmas)
-    assert made.audio is not None
-    return made.video, made.audio
+    family: Family
+    video: Any
+    statistics: PerChannelStatistics
+    sound: SoundDecoders | None = None
 
 
 def judge(
     make: Make,
     decoders: Decoders,
-    geometry: Geometry,
+    geometry: Any,
     config: TrainConfig,
     max_length: int,
     device: torch.device,
 ) -> list[Clip]:
-    """``judged_clips`` of seen captions, then of as many held-out ones, all in one batch; wordings take turns."""
+    """``judged_clips`` of seen captions, then of as many held-out ones, all in one batch; wordings take turns.
+
+    Without sound the frames alone are judged.
+    """
     asked = [
         (split, wordings[index % len(wordings)])
         for split in SPLITS
         for index, wordings in enumerate(map(captions, scenes_of(config, 0, config.judged_clips, split)))
     ]
-    video, audio = make(text_tokens([text for _, text in asked], max_length, device))
-    frames, waveforms = decode_video(decoders, video, geometry), decode_audio(decoders, audio)
-    rate = decoders.vocoder.output_sample_rate
+    ids, mask = text_tokens([text for _, text in asked], max_length, decoders.family.text_format)
+    video, audio = make((ids.to(device), mask.to(device)))
+    frames = decode_video(decoders, video, geometry)
+    waveforms: Sequence[NDArray[np.float32] | None] = [None] * len(frames)
+    rate = 0
+    if decoders.sound is not None:
+        assert audio is not None
+        waveforms, rate = list(decode_audio(decoders.sound, audio)), decoders.sound.vocoder.output_sample_rate
     return [
         Clip(split, text, shown, score(shown, heard, rate, parse(text)))
         for (split, text), shown, heard in zip(asked, frames, waveforms, strict=True)
@@ -174,17 +136,17 @@ def reconstructions(vae: Any, config: TrainConfig, device: torch.device) -> Imag
 
 
 @torch.no_grad()
-def decode_video(decoders: Decoders, tokens: Tensor, geometry: Geometry) -> list[NDArray[np.uint8]]:
+def decode_video(decoders: Decoders, tokens: Tensor, geometry: Any) -> list[NDArray[np.uint8]]:
     """Frames uint8 [F, H, W, 3] of each clip of normalized ``tokens`` [B, S, C]."""
-    latents = decoders.statistics(unpack_video(tokens, geometry))
+    latents = decoders.statistics(decoders.family.unpack(tokens, geometry))
     return _frames(decoders.video.decode(latents, return_dict=False)[0])
 
 
 @torch.no_grad()
-def decode_audio(decoders: Decoders, tokens: Tensor) -> NDArray[np.float32]:
+def decode_audio(sound: SoundDecoders, tokens: Tensor) -> NDArray[np.float32]:
     """Waveforms [B, 2, N] of normalized ``tokens`` [B, A, C]."""
-    latents = unpack_audio(tokens, decoders.audio.config.latent_mel_bins)
-    waveforms: NDArray[np.float32] = decoders.vocoder(decoders.audio(latents)).float().cpu().numpy()
+    latents = unpack_audio(tokens, sound.audio.config.latent_mel_bins)
+    waveforms: NDArray[np.float32] = sound.vocoder(sound.audio(latents)).float().cpu().numpy()
     return waveforms
 
 

@@ -1,6 +1,7 @@
-"""The video VAE: diffusers' differentiable twin of our encoder and decoder, its loss, and its latents' statistics.
+"""The video VAE: its loss, and its latents' statistics.
 
-Ours run in place and have no gradients; the twin has the same weights under diffusers' names.
+The modules that run work in place and have no gradients. What trains is a twin with the same weights, called as
+diffusers' VAEs are, whose buffers ``latents_mean`` and ``latents_std`` [C] are the statistics.
 
 Shapes: B clips, C channels, F frames, H, W pixels.
 """
@@ -8,21 +9,15 @@ Shapes: B clips, C channels, F frames, H, W pixels.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vgen.config import TrainConfig
-from vgen.models.ltx2.config import VIDEO_COMPRESSION, LTX2Config
 from vgen.tiny.training.data import from_bytes, scenes_of, size_of, video_of, video_table
 from vgen.tiny.training.loop import Batch, Objective
 
-STRIDES = {"all": "spatiotemporal", "time": "temporal", "space": "spatial"}
-"""Middle of a block's kind to diffusers' word for the axes that it halves or doubles."""
-
-KL_WEIGHT = 1e-6
-"""With more, the latents say nothing before the decoder has learned to listen, and stay so."""
-
 FIRST_LOG_VARIANCE = -6.0
-"""Of the latents' noise at the start, for the same reason."""
+"""Of the latents' noise at the start: with more, they say nothing before the decoder has learned to listen, and stay
+so. The same is why the KL term weighs so little."""
 
 STATISTICS_BATCHES = 8
 
@@ -30,59 +25,10 @@ L2_WEIGHT, L1_WEIGHT, EDGE_WEIGHT = 4.0, 0.1, 0.1
 """Squares first: the shape is small and far off its background; plain differences learn the background's pattern."""
 
 
-def build_video_vae(architecture: LTX2Config) -> nn.Module:
-    """``diffusers.AutoencoderKLLTX2Video`` as ``architecture`` says, with its own initial weights."""
-    from diffusers import AutoencoderKLLTX2Video
-
-    encoder, decoder = architecture.video_encoder, architecture.video_decoder
-    downs = [block for block in encoder.blocks if block.kind != "res_x"]
-    ups = [block for block in decoder.blocks if block.kind != "res_x"]
-    vae: nn.Module = AutoencoderKLLTX2Video(
-        in_channels=encoder.in_channels,
-        out_channels=decoder.out_channels,
-        latent_channels=encoder.latent_channels,
-        block_out_channels=_widths(encoder.latent_channels, [block.multiplier for block in downs]),
-        down_block_types=("LTX2VideoDownBlock3D",) * len(downs),
-        layers_per_block=tuple(block.num_layers for block in encoder.blocks if block.kind == "res_x"),
-        spatio_temporal_scaling=(True,) * len(downs),
-        downsample_type=tuple(STRIDES[block.kind.split("_")[1]] for block in downs),
-        # From the output side, the types excepted.
-        decoder_block_out_channels=_widths(decoder.base_channels, [block.multiplier for block in reversed(ups)]),
-        decoder_layers_per_block=tuple(b.num_layers for b in reversed(decoder.blocks) if b.kind == "res_x"),
-        decoder_spatio_temporal_scaling=(True,) * len(ups),
-        decoder_inject_noise=(False,) * (len(ups) + 1),
-        upsample_type=tuple(STRIDES[block.kind.split("_")[1]] for block in ups),
-        upsample_residual=tuple(block.residual for block in reversed(ups)),
-        upsample_factor=tuple(block.multiplier for block in reversed(ups)),
-        patch_size=encoder.patch_size,
-        encoder_causal=True,
-        decoder_causal=decoder.causal,
-        encoder_spatial_padding_mode=encoder.spatial_padding_mode,
-        decoder_spatial_padding_mode=decoder.spatial_padding_mode,
-    )
-    _begin_simply(vae)
-    return vae
-
-
-@torch.no_grad()
-def _begin_simply(vae: nn.Module) -> None:
-    """Residual blocks that add nothing yet, and latents with little noise: what is left is nearly linear."""
-    for name, parameter in vae.named_parameters():
-        if ".conv2." in name:
-            nn.init.zeros_(parameter)
-    # The last channel is the logarithm of all others' variance.
-    nn.init.constant_(vae.get_parameter("encoder.conv_out.conv.bias")[-1:], FIRST_LOG_VARIANCE)
-
-
-def _widths(first: int, multipliers: list[int]) -> tuple[int, ...]:
-    widths, width = [], first
-    for multiplier in multipliers:
-        width *= multiplier
-        widths.append(width)
-    return tuple(widths)
-
-
-def video_objective(vae: Any, config: TrainConfig, device: torch.device) -> Objective:
+def video_objective(
+    vae: Any, compression: tuple[int, int, int], kl_weight: float, config: TrainConfig, device: torch.device
+) -> Objective:
+    """``compression``: frames, rows and columns of pixels that make a latent."""
     count = config.stages.video_vae.batch_size
     tables = {size: video_table(config, size, device) for size in dict.fromkeys(config.sizes)}
 
@@ -90,9 +36,9 @@ def video_objective(vae: Any, config: TrainConfig, device: torch.device) -> Obje
         size = size_of(config, step)
         table = tables[size]
         clips = torch.randint(len(table), (count,), generator=generator, device=device)
-        time, height, width = VIDEO_COMPRESSION
+        time, height, width = compression
         latent = (size.num_frames - 1) // time + 1, size.height // height, size.width // width
-        noise = torch.randn(count, vae.config.latent_channels, *latent, generator=generator, device=device)
+        noise = torch.randn(count, len(vae.latents_mean), *latent, generator=generator, device=device)
         return {"video": table[clips], "noise": noise}
 
     def losses(batch: Batch) -> dict[str, Tensor]:
@@ -103,7 +49,7 @@ def video_objective(vae: Any, config: TrainConfig, device: torch.device) -> Obje
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
         error = decoded - video
         l2, l1, edges = error.square().mean(), error.abs().mean(), edge_loss(error)
-        loss = L2_WEIGHT * l2 + L1_WEIGHT * l1 + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+        loss = L2_WEIGHT * l2 + L1_WEIGHT * l1 + EDGE_WEIGHT * edges + kl_weight * kl
         return {"loss": loss, "l2": l2, "l1": l1, "edges": edges, "kl": kl}
 
     return Objective(draw, losses)

@@ -1,4 +1,4 @@
-"""The trained stages as files that all loaders read: the official single file, the upsampler's, the Gemma folder."""
+"""LTX-2's trained stages as files that all loaders read: the official single file, the upsampler, Gemma's folder."""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +10,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vgen.models.ltx2 import keys
-from vgen.tiny.tokenizer import save_tokenizer
+from vgen.models.names import owners, rename
+from vgen.tiny.tokenizer import GEMMA, save_tokenizer
 from vgen.tiny.training.store import load_average, part_of
 
 CHECKPOINT = "ltx-2-tiny.safetensors"
 UPSAMPLER = "ltx-2-tiny-spatial-upscaler-x2.safetensors"
-GEMMA = "gemma"
+TEXT_ENCODER = "gemma"
 
 
 def export(
@@ -25,12 +26,12 @@ def export(
     _save(folder / CHECKPOINT, official_tensors(folder), architecture)
     if (folder / "upsampler.safetensors").is_file():
         _save(folder / UPSAMPLER, load_average(folder, "upsampler"), upsampler)
-    gemma = folder / GEMMA
+    gemma = folder / TEXT_ENCODER
     gemma.mkdir(exist_ok=True)
     save_file(_halved(part_of(load_average(folder, "diffusion"), "text_encoder.")), gemma / "model.safetensors")
     config = {"architectures": ["Gemma3TextModel"], **text, "dtype": "bfloat16"}
     (gemma / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_tokenizer(gemma)
+    save_tokenizer(gemma, GEMMA)
 
 
 def official_tensors(folder: Path) -> dict[str, Tensor]:
@@ -56,8 +57,8 @@ def video_components(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
     layouts = {name: keys.DIFFUSERS[name] for name in ("video_encoder", "video_decoder")}
     components: dict[str, dict[str, Tensor]] = {name: {} for name in layouts}
     for name, tensor in tensors.items():
-        for component, prefix in keys.owners(name, layouts).items():
-            components[component][keys.rename(name, layouts[component], prefix)] = tensor
+        for component, prefix in owners(name, layouts).items():
+            components[component][rename(name, layouts[component], prefix)] = tensor
     return components
 
 
