@@ -1,0 +1,33 @@
+"""Several ranks on this machine for a test: processes with gloo, their results, and the first traceback."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(*args)`` on each of ``world_size`` ranks of one gloo group; what it returns, by rank.
+
+    ``function`` has to be one that a new process can import, results and arguments such that pickle can carry them.
+    Starting a process takes seconds: give one call many cases.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_main, args=(world_size, folder, function, args), nprocs=world_size, start_method="spawn")
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def _main(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    try:
+        torch.save(function(*args), Path(folder, f"{rank}.pt"))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
