@@ -49,16 +49,15 @@ def test_it_has_all_keys_and_what_this_process_runs_on() -> None:
     build_record(config={}, environment=found)
 
 
-def test_it_is_quick_and_imports_no_torch() -> None:
+def test_it_imports_no_torch() -> None:
     code = """
-        import sys, time
-        started = time.perf_counter()
+        import sys
         from vgen.metrics.environment import collect_environment
         found = collect_environment()
-        print(time.perf_counter() - started < 0.5, "torch" in sys.modules, found["versions"]["torch"] is not None)
+        print("torch" in sys.modules, found["versions"]["torch"] is not None)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False", "True"]
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_gpus_come_from_nvidia_smi(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
