@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 TORCH_FREE = (
     "run", "app", "arguments", "typed", "config", "validate", "requests", "job", "record", "checkpoint_files",
     "checkpoint_kinds", "checkpoint_headers", "checkpoint_paths", "wan_files", "media_probe", "families.ltx2",
-    "families.wan", "memory", "ltx2_memory", "wan_memory",
+    "families.wan", "memory", "ltx2_memory", "wan_memory", "parallel.plans", "parallel.balance",
 )  # fmt: skip
 
 # Who may not import what: prefixes of module names.

@@ -1,7 +1,8 @@
-"""The denoising loop, and the plain way of predicting: the guidance passes one after another."""
+"""The denoising loop, and the prediction of a step from its guidance passes, plainly one after another."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
 from vgen.stages.condition import Conditions, blend
 from vgen.stages.latents import Latents
 from vgen.stages.passes import Pass, Text
+from vgen.stages.run_passes import Outputs, RunPasses, run_serially
 from vgen.stages.text import Context
 
 Predict = Callable[[Latents, Tensor, int], Latents]
@@ -52,8 +54,10 @@ def denoise(
     return latents
 
 
-def build_serial_predict(transformer: LTX2Transformer, conditioning: Conditioning) -> Predict:
-    """Guidance passes one after another.
+def build_serial_predict(
+    transformer: LTX2Transformer, conditioning: Conditioning, run_passes: RunPasses = run_serially
+) -> Predict:
+    """Guidance passes one after another, or as ``run_passes`` has them run.
 
     The text's part that no step changes is computed here, once for the request. The prediction remembers the last
     clean latents for the modalities that a step skips, so build one for each request.
@@ -65,7 +69,7 @@ def build_serial_predict(transformer: LTX2Transformer, conditioning: Conditionin
         nonlocal last
         now = _plan_step(conditioning, latents, sigma, step)
         if last is None or now.video_runs or now.audio_runs:
-            guided = _guide(transformer, conditioning, contexts, now)
+            guided = _guide(transformer, conditioning, contexts, now, run_passes)
             last = guided if last is None else _newer(guided, last, now)
         return _held(last, conditioning, latents)
 
@@ -137,10 +141,15 @@ def _prepare_contexts(transformer: LTX2Transformer, conditioning: Conditioning) 
     return {**video, **audio}
 
 
-def _guide(transformer: LTX2Transformer, conditioning: Conditioning, contexts: _Contexts, now: _Step) -> Latents:
+def _guide(
+    transformer: LTX2Transformer, conditioning: Conditioning, contexts: _Contexts, now: _Step, run_passes: RunPasses
+) -> Latents:
     latents = now.latents
     rope = transformer.rope_tables(conditioning.geometry, latents.video.device, latents.video.dtype)
-    x0 = {one.name: _forward(transformer, one, contexts, rope, now) for one in conditioning.passes}
+    outputs = run_passes(
+        {one.name: partial(_forward, transformer, one, contexts, rope, now) for one in conditioning.passes}
+    )
+    x0 = {name: _as_latents(one) for name, one in outputs.items()}
     cond = x0["cond"]
     video_guidance = conditioning.video_guidance
     if MOD not in x0:
@@ -153,8 +162,14 @@ def _guide(transformer: LTX2Transformer, conditioning: Conditioning, contexts: _
     return Latents(video, apply_guidance(cond.audio, others, conditioning.audio_guidance))
 
 
-def _forward(transformer: LTX2Transformer, one: Pass, contexts: _Contexts, rope: RopeTables, now: _Step) -> Latents:
-    """The clean latents of one pass."""
+def _as_latents(outputs: Outputs) -> Latents:
+    video, audio = outputs
+    assert video is not None
+    return Latents(video, audio)
+
+
+def _forward(transformer: LTX2Transformer, one: Pass, contexts: _Contexts, rope: RopeTables, now: _Step) -> Outputs:
+    """The clean latents of one pass, of the video and the audio."""
     latents, audio_latents = now.latents, now.latents.audio
     context = contexts["video", one.video_text]
     video = Stream(latents.video, now.timestep, now.sigma, context, now.rows, enabled=now.video_runs)
@@ -165,4 +180,4 @@ def _forward(transformer: LTX2Transformer, one: Pass, contexts: _Contexts, rope:
     with torch.no_grad():
         video_velocity, audio_velocity = transformer(video, audio, rope, (one.perturbation,) * len(latents.video))
     x0_audio = None if audio_latents is None else to_x0(audio_latents, now.audio_sigma, audio_velocity)
-    return Latents(to_x0(latents.video, now.token_sigma, video_velocity), x0_audio)
+    return to_x0(latents.video, now.token_sigma, video_velocity), x0_audio

@@ -5,6 +5,7 @@ Shapes: B batch (1), C latent channels, T latent frames, h, w latent height and 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from vgen.models.wan.geometry import Geometry
 from vgen.models.wan.patches import patchify, unpatchify
 from vgen.models.wan.transformer import PreparedContext, Stream, WanTransformer
 from vgen.residency import Residency
+from vgen.stages.run_passes import Outputs, RunPasses, run_serially
 from vgen.stages.wan_condition import WanInputs
 
 PARTS: dict[Expert, str] = {"high_noise": "transformer", "low_noise": "transformer_2"}
@@ -77,8 +79,10 @@ def _by_expert(plans: Sequence[StepPlan]) -> Iterator[tuple[Expert, list[StepPla
         yield expert, steps, groups[index + 1][0] if index + 1 < len(groups) else None
 
 
-def build_serial_predict(transformer: WanTransformer, conditioning: WanConditioning) -> Predict:
-    """Guidance passes one after another, their difference in fp32.
+def build_serial_predict(
+    transformer: WanTransformer, conditioning: WanConditioning, run_passes: RunPasses = run_serially
+) -> Predict:
+    """Guidance passes one after another, or as ``run_passes`` has them run; their difference in fp32.
 
     What no step changes is computed here, once for the request and the expert.
     """
@@ -93,7 +97,7 @@ def build_serial_predict(transformer: WanTransformer, conditioning: WanCondition
     condition = None if inputs.channels is None else patchify(inputs.channels.to(dtype), geometry)
     held = inputs.held
 
-    def forward(latents: Tensor, timestep: float, context: PreparedContext) -> Tensor:
+    def forward(latents: Tensor, timestep: float, context: PreparedContext) -> Outputs:
         tokens = patchify(latents.to(dtype), geometry)
         if condition is not None:
             tokens = torch.cat([tokens, condition], dim=2)
@@ -103,14 +107,20 @@ def build_serial_predict(transformer: WanTransformer, conditioning: WanCondition
             told, rows = (held.levels * timestep).unsqueeze(0), held.rows
         with torch.no_grad():
             velocity: Tensor = transformer(Stream(tokens, told, context, rows=rows), rope)
-        return unpatchify(velocity, geometry).float()
+        return (unpatchify(velocity, geometry).float(),)
 
     def predict(latents: Tensor, plan: StepPlan) -> Tensor:
-        velocity = forward(latents, plan.timestep, positive)
+        passes = {"cond": partial(forward, latents, plan.timestep, positive)}
+        if plan.guidance != 1:
+            assert negative is not None
+            passes["uncond"] = partial(forward, latents, plan.timestep, negative)
+        outputs = run_passes(passes)
+        (velocity,) = outputs["cond"]
+        assert velocity is not None
         if plan.guidance == 1:
             return velocity
-        assert negative is not None
-        unguided = forward(latents, plan.timestep, negative)
+        (unguided,) = outputs["uncond"]
+        assert unguided is not None
         return unguided + plan.guidance * (velocity - unguided)
 
     return predict
