@@ -17,7 +17,10 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """``blocks``: name of the list of blocks. ``attentions``: every attention of a block, each with ``attend``.
+    """``stream``: the argument of ``forward`` that has the video's tokens. ``stream_ropes``: attributes of its argument
+    ``rope`` that are tables of these tokens; none where ``rope`` is such a table itself.
+
+    ``blocks``: name of the list of blocks. ``attentions``: every attention of a block, each with ``attend``.
 
     ``num_heads``: name of the attentions' attribute holding the number of heads. ``*_token_dim``: the dim that counts
     tokens, in latents, context and velocities, in a per-token timestep, in the rows that give tokens their timestep,
@@ -26,6 +29,8 @@ class Plan:
     all but the gates of 2.3's attentions, which have one output per head.
     """
 
+    stream: str
+    stream_ropes: tuple[str, ...]
     blocks: str
     attentions: tuple[AttentionPlan, ...]
     num_heads: str

@@ -3,6 +3,8 @@
 from vgen.models.plan import AttentionPlan, Plan
 
 PLAN = Plan(
+    stream="video",
+    stream_ropes=("video", "video_cross"),
     blocks="transformer_blocks",
     attentions=(
         AttentionPlan("attn1", queries="video", keys="video"),

@@ -4,6 +4,8 @@ from vgen.models.plan import AttentionPlan, Plan
 from vgen.models.wan.config import Residual
 
 PLAN = Plan(
+    stream="stream",
+    stream_ropes=(),
     blocks="blocks",
     attentions=(
         AttentionPlan("attn1", queries="video", keys="video"),
