@@ -11,10 +11,11 @@ Source: NVIDIA/TensorRT-LLM pull request 15753; Lightricks/LTX-2, ``tiling.py`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, product
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_WEIGHT = 1e-8
+
+# Along one axis, in latents: start, stop, left ramp, right ramp.
+Cut = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -117,28 +121,40 @@ def plan_tiles(latent_frames: int, latent_height: int, latent_width: int, settin
     frames_unit, *space_units = settings.compression
     long_side = max(latent_height, latent_width)
     heights, widths = (
-        _space_spans(size, size / long_side, settings, unit)
+        _space_cuts(size, size / long_side, settings, unit)
         for size, unit in zip((latent_height, latent_width), space_units, strict=True)
     )
     if settings.tile_frames is None:
-        cuts = _split(latent_frames, latent_frames, 0)
+        times = split_axis(latent_frames, latent_frames, 0)
     else:
-        cuts = _split(latent_frames, settings.tile_frames // frames_unit, settings.tile_frames_overlap // frames_unit)
-    return _grid([_time_span(*cut, frames_unit) for cut in cuts], heights, widths)
+        tile, overlap = settings.tile_frames // frames_unit, settings.tile_frames_overlap // frames_unit
+        times = split_axis(latent_frames, tile, overlap)
+    return tiles_of_cuts(times, heights, widths, settings.compression)
 
 
-def _space_spans(size: int, share: float, settings: TileSettings, unit: int) -> list[Span]:
+def _space_cuts(size: int, share: float, settings: TileSettings, unit: int) -> Iterator[Cut]:
     """The cuts of a side of ``size`` latents that is ``share`` of the long one."""
     overlap = settings.tile_overlap // unit
-    tile = max(2, overlap + 1, round(settings.tile_size // unit * share))
-    return [_space_span(*cut, unit) for cut in _split(size, tile, overlap)]
+    return split_axis(size, max(2, overlap + 1, round(settings.tile_size // unit * share)), overlap)
+
+
+def tiles_of_cuts(
+    times: Iterable[Cut], heights: Iterable[Cut], widths: Iterable[Cut], compression: tuple[int, int, int]
+) -> tuple[Tile, ...]:
+    """The grid of the cuts of three axes, time slowest and width fastest."""
+    time, height, width = compression
+    return _grid(
+        [_time_span(*cut, time) for cut in times],
+        [_space_span(*cut, height) for cut in heights],
+        [_space_span(*cut, width) for cut in widths],
+    )
 
 
 def _grid(times: Sequence[Span], heights: Sequence[Span], widths: Sequence[Span]) -> tuple[Tile, ...]:
     return tuple(Tile(*spans) for spans in product(times, heights, widths))
 
 
-def _split(length: int, tile: int, overlap: int) -> Iterator[tuple[int, int, int, int]]:
+def split_axis(length: int, tile: int, overlap: int) -> Iterator[Cut]:
     """Cut ``length`` latents into (start, stop, left ramp, right ramp); the last tile may be shorter."""
     if length <= tile:
         yield 0, length, 0, 0
@@ -222,25 +238,30 @@ def _sum_group(
     size: tuple[int, int],
 ) -> Tensor:
     """Weighted sum of the tiles of one time span over the clip's ``size`` in pixels, on top of the carried frames."""
-    import torch
-
     total: Tensor | None = None
     for tile in group:
         frames = decode_tile(decode, latents, tile)
         if total is None:
-            channels_last = frames.is_contiguous(memory_format=torch.channels_last_3d)
-            total = torch.empty(
-                (*frames.shape[:3], *size),
-                dtype=latents.dtype,
-                device=frames.device,
-                memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format,
-            ).zero_()
+            total = sum_buffer(frames, (frames.shape[2], *size), latents.dtype)
             if carried is not None:
                 total[:, :, : carried.shape[2]].copy_(carried)
         add_weighted(total, frames, tile, tile.time.start)
         del frames  # before the next tile is decoded
     assert total is not None
     return total
+
+
+def sum_buffer(frames: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros [B, 3, *size] in ``dtype``, on the device and in the memory format of one tile's ``frames``."""
+    import torch
+
+    channels_last = frames.is_contiguous(memory_format=torch.channels_last_3d)
+    return torch.empty(
+        (*frames.shape[:2], *size),
+        dtype=dtype,
+        device=frames.device,
+        memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format,
+    ).zero_()
 
 
 def decode_tile(decode: Callable[[Tensor], Tensor], latents: Tensor, tile: Tile) -> Tensor:
@@ -330,25 +351,55 @@ def encode_tiled(encode: Callable[[Tensor], Tensor], frames: Tensor, tiles: Sequ
         ValueError: ``tiles`` is not the complete grid of ``plan_tiles`` for these frames, or ``encode`` returns another
             number of latents than its tile covers.
     """
+    axes = frame_axes(tiles, frames)
+    parts = [encode_tile(encode, frames, tile) for tile in tiles]
+    total = latent_sum_buffer(parts[0], tuple(spans[-1].latent_stop for spans in axes))
+    for tile, latents in zip(tiles, parts, strict=True):
+        add_weighted_latents(total, latents, tile)
+    return (total / summed_latent_weights(tiles, total)).to(parts[0].dtype)
+
+
+def frame_axes(tiles: Sequence[Tile], frames: Tensor) -> tuple[tuple[Span, ...], tuple[Span, ...], tuple[Span, ...]]:
+    """As ``grid_axes``, of ``frames`` [B, 3, F, H, W]."""
+    return _checked_axes(tiles, frames, "frames and pixels", lambda span: span.stop)
+
+
+def latent_sum_buffer(latents: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Zeros [B, C, *size] in fp32 or wider, on the device of one tile's ``latents``."""
     import torch
 
-    axes = _checked_axes(tiles, frames, "frames and pixels", lambda span: span.stop)
-    parts = [_encode_tile(encode, frames, tile) for tile in tiles]
-    dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    total = parts[0].new_zeros((*parts[0].shape[:2], *(spans[-1].latent_stop for spans in axes)), dtype=dtype)
-    weights = torch.zeros_like(total[0, 0])
-    for tile, latents in zip(tiles, parts, strict=True):
-        spans = (tile.time, tile.height, tile.width)
-        t, h, w = (slice(span.latent_start, span.latent_stop) for span in spans)
-        time, height, width = (weights.new_tensor(span.latent_weights()) for span in spans)
-        mask = time[:, None, None] * height[:, None] * width
-        total[:, :, t, h, w].addcmul_(latents.to(dtype), mask)
-        weights[t, h, w] += mask
-    return (total / weights).to(parts[0].dtype)
+    return latents.new_zeros((*latents.shape[:2], *size), dtype=torch.promote_types(latents.dtype, torch.float32))
 
 
-def _encode_tile(encode: Callable[[Tensor], Tensor], frames: Tensor, tile: Tile) -> Tensor:
-    """Latents [B, C, F, H, W] of one tile, cut from the whole clip's ``frames``."""
+def add_weighted_latents(total: Tensor, latents: Tensor, tile: Tile) -> None:
+    """``total`` [B, C, F, H, W] of the clip += latents * blend weights at the tile's place, in place."""
+    total[_latent_box(tile)].addcmul_(latents.to(total.dtype), _latent_mask(tile, total))
+
+
+def summed_latent_weights(tiles: Sequence[Tile], total: Tensor) -> Tensor:
+    """The sum [F, H, W] of all tiles' weights over the latents of the clip, dtype and device of ``total``."""
+    weights = total.new_zeros(total.shape[2:])
+    for tile in tiles:
+        weights[_latent_box(tile)] += _latent_mask(tile, total)
+    return weights
+
+
+def _latent_box(tile: Tile) -> tuple[EllipsisType | slice, ...]:
+    return (..., *(slice(span.latent_start, span.latent_stop) for span in (tile.time, tile.height, tile.width)))
+
+
+def _latent_mask(tile: Tile, like: Tensor) -> Tensor:
+    spans = (tile.time, tile.height, tile.width)
+    time, height, width = (like.new_tensor(span.latent_weights()) for span in spans)
+    return time[:, None, None] * height[:, None] * width
+
+
+def encode_tile(encode: Callable[[Tensor], Tensor], frames: Tensor, tile: Tile) -> Tensor:
+    """Latents [B, C, F, H, W] of one tile, cut from the whole clip's ``frames`` [B, 3, F, H, W].
+
+    Raises:
+        ValueError: ``encode`` returns another number of latents than the tile covers.
+    """
     spans = (tile.time, tile.height, tile.width)
     t, h, w = (slice(span.start, span.stop) for span in spans)
     latents = encode(frames[:, :, t, h, w])
