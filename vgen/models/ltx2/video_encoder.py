@@ -121,6 +121,11 @@ class VideoEncoder(nn.Module):
             ValueError: F is not ``8k + 1``, or H or W is not a multiple of 32 or too small to pad.
         """
         validate_frames(self.config, *frames.shape[2:])
+        return self.encode_any_size(frames)
+
+    @torch.no_grad()
+    def encode_any_size(self, frames: Tensor) -> Tensor:
+        """``forward`` without its check: for borders of another kind, which need no second line to reflect."""
         x = self.conv_in(self._patches(frames))
         for block in self.down_blocks:
             x = block(x)

@@ -165,7 +165,7 @@ class VideoEncoder(nn.Module):
         time, space = self.config.scale_factor_temporal, self.config.scale_factor_spatial
         B, _, num_frames, height, width = frames.shape
         shape = (B, self.config.z_dim, (num_frames - 1) // time + 1, height // space, width // space)
-        chunk = _chunk(chunk, most_encoder_frames(self.config, shape), "encode", shape)
+        chunk = chunk_length(chunk, most_encoder_frames(self.config, shape), "encode", shape)
         lengths = [min(chunk, shape[2] - start) * time for start in range(0, shape[2], chunk)]
         lengths[0] -= time - 1
         state: State | None = None
@@ -238,7 +238,7 @@ class VideoDecoder(nn.Module):
         Raises:
             ValueError: a chunk of no latent frame, or one latent frame is too large.
         """
-        chunk = _chunk(chunk, most_decoder_frames(self.config, latents.shape), "decode", latents.shape)
+        chunk = chunk_length(chunk, most_decoder_frames(self.config, latents.shape), "decode", latents.shape)
         return self._decode_parts(latents.split(chunk, dim=2))
 
     def _decode_parts(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -297,8 +297,12 @@ def validate_frames(config: WanVaeConfig, num_frames: int, height: int, width: i
             raise ValueError(f"{name}={size} is not a multiple of {space}: use {fix}")
 
 
-def _chunk(chunk: int | None, most: int, verb: str, shape: tuple[int, ...]) -> int:
-    """The length of chunks to use: ``chunk``, or less, where ``most`` frames of latents of ``shape`` are possible."""
+def chunk_length(chunk: int | None, most: int, verb: str, shape: tuple[int, ...]) -> int:
+    """The length of chunks to use: ``chunk``, or less, where ``most`` frames of latents of ``shape`` are possible.
+
+    Raises:
+        ValueError: a chunk of no latent frame, or none is possible.
+    """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk} latent frames is none: use 1 or more, or null for as many as possible")
     if most < 1:

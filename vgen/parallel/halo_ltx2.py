@@ -1,0 +1,159 @@
+"""LTX-2's video VAE over the ranks of a group: each has one band of the image and swaps the lines at its edges.
+
+Exact: what a rank computes is what one rank alone computes there, up to the order of the sums inside a kernel. A band
+has all its frames, and everything but the 3x3x3 convolutions stays within the cell of a latent: the norm within a
+pixel, depth to space and back within the cell. So each convolution needs one line of each neighbour, and pads as the
+model does where the image ends. Bands may be uneven, down to one line of latents.
+
+The module has its own borders except while an adapter runs. Every rank of the group makes the same calls with the same
+arguments: latents and frames going in are the whole ones.
+
+Shapes: B batch, C channels, F frames, H, W height and width, in pixels for frames and in latents for latents.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vgen.models.ltx2.config import VIDEO_COMPRESSION
+from vgen.models.ltx2.video_encoder import VideoEncoder, validate_frames
+from vgen.models.ltx2.video_vae import BorderedConv3d, FillBorder, VideoDecoder, reflect_border, validate_latent_size
+from vgen.models.memory_format import memory_format_of
+from vgen.parallel.halo import DIMS, Axis, Band, bands, choose_axis, exchange_lines, gather_bands
+
+
+class HaloDecoder:
+    """``VideoDecoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``decoder``.
+
+    ``axis``: which side is cut, ``auto`` by ``choose_axis``. The frames come to the first rank of the group, and None
+    to the others, or with ``to_first_only`` false to all.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+
+    def __init__(
+        self, decoder: VideoDecoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = True
+    ) -> None:
+        validate_axis(axis)
+        self.decoder = decoder
+        self.config = decoder.config
+        self.axis = axis
+        self.group = group
+        self.to_first_only = to_first_only
+
+    def __call__(self, latents: Tensor) -> Tensor | None:
+        """As ``VideoDecoder`` of the whole ``latents`` [B, C, F, H, W]: frames [B, 3, 8(F-1)+1, 32H, 32W].
+
+        Raises:
+            ValueError: there are fewer lines than ranks, and as ``VideoDecoder``.
+        """
+        validate_latent_size(self.config, latents.shape[-2], latents.shape[-1])
+        dim, cut = _cut(latents.shape, self.axis, self.group)
+        start, stop = cut[self.group.rank()]
+        with halo_borders(self.decoder, dim, self.group):
+            frames = self.decoder.decode_any_size(latents.narrow(dim, start, stop - start))
+        lines = frames.shape[dim] // (stop - start)
+        places = [(lines * start, lines * stop) for start, stop in cut]
+        memory_format = memory_format_of(self.decoder.conv_out.conv.weight)
+        return gather_bands(frames, places, dim, self.group, self.to_first_only, memory_format)
+
+
+class HaloEncoder:
+    """``VideoEncoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``encoder``.
+
+    ``axis``: as in ``HaloDecoder``; frames are cut where latents begin. The latents come to all ranks, or with
+    ``to_first_only`` to the first of the group, and None to the others.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+
+    def __init__(
+        self, encoder: VideoEncoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = False
+    ) -> None:
+        validate_axis(axis)
+        self.encoder = encoder
+        self.config = encoder.config
+        self.axis = axis
+        self.group = group
+        self.to_first_only = to_first_only
+
+    def __call__(self, frames: Tensor) -> Tensor | None:
+        """As ``VideoEncoder`` of the whole ``frames`` [B, 3, F, H, W]: latents [B, C, (F-1)/8 + 1, H/32, W/32].
+
+        Raises:
+            ValueError: there are fewer lines of latents than ranks, and as ``VideoEncoder``.
+        """
+        validate_frames(self.config, *frames.shape[2:])
+        _, height, width = VIDEO_COMPRESSION
+        B, C, F, H, W = frames.shape
+        dim, cut = _cut((B, C, F, H // height, W // width), self.axis, self.group)
+        start, stop = cut[self.group.rank()]
+        lines = VIDEO_COMPRESSION[dim - 2]
+        with halo_borders(self.encoder, dim, self.group):
+            latents = self.encoder.encode_any_size(frames.narrow(dim, lines * start, lines * (stop - start)))
+        memory_format = memory_format_of(self.encoder.conv_out.conv.weight)
+        return gather_bands(latents, cut, dim, self.group, self.to_first_only, memory_format)
+
+
+def validate_axis(axis: Axis) -> None:
+    """Refuse other axes.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    if axis not in (*DIMS, "auto"):
+        raise ValueError(f"axis={axis!r} is no axis that a VAE is cut along: use height, width or auto")
+
+
+def _cut(shape: Sequence[int], axis: Axis, group: dist.ProcessGroup) -> tuple[int, tuple[Band, ...]]:
+    """The dim that latents of ``shape`` are cut along, and all ranks' bands of it.
+
+    Raises:
+        ValueError: the axis has fewer latents than there are ranks.
+    """
+    dim = DIMS[choose_axis(shape, group.size()) if axis == "auto" else axis]
+    return dim, bands(shape[dim], group.size())
+
+
+@contextmanager
+def halo_borders(module: nn.Module, dim: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """Within it the convolutions of ``module`` read their borders along ``dim`` from the neighbouring ranks."""
+    own = {conv: conv.fill_border for conv in module.modules() if isinstance(conv, BorderedConv3d)}
+    try:
+        for conv, border in own.items():
+            conv.fill_border = halo_border(border, dim, group)
+        yield
+    finally:
+        for conv, border in own.items():
+            conv.fill_border = border
+
+
+def halo_border(own: FillBorder, dim: int, group: dist.ProcessGroup) -> FillBorder:
+    """``own`` where the image ends, and the neighbours' lines where another rank's band begins.
+
+    Lines go with their borders along time and along the other axis, which ``own`` has filled, so that corners are right
+    after one message to and one from each neighbour.
+    """
+    reflects = own is reflect_border
+
+    def fill(padded: Tensor, before: int, after: int) -> None:
+        own(padded, before, after)
+        end = padded.shape[dim] - 1
+        first, last = padded.narrow(dim, 0, 1), padded.narrow(dim, end, 1)
+        from_previous, from_next = exchange_lines(padded.narrow(dim, 1, 1), padded.narrow(dim, end - 1, 1), group)
+        if from_previous is not None:
+            first.copy_(from_previous)
+        if from_next is not None:
+            last.copy_(from_next)
+        if reflects and end == 2:
+            # A band of one line reflects its neighbour's line, which was not there when ``own`` reflected.
+            if from_previous is None:
+                first.copy_(last)
+            elif from_next is None:
+                last.copy_(first)
+
+    return fill
