@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vgen import checkpoint
+from vgen.components.prompts import build_encode_prompts
 from vgen.components.types import AttentionSizes
 from vgen.config import SamplerConfig
 from vgen.families.ltx2 import tile_settings
@@ -36,7 +37,7 @@ from vgen.stages.denoise import build_serial_predict
 from vgen.stages.encode import Encoders
 from vgen.stages.latents import latent_geometry
 from vgen.stages.passes import needs_negative
-from vgen.stages.text import Context, EncodePrompts, TextComponents, encode_prompts
+from vgen.stages.text import TextComponents, encode_prompts
 
 ENCODERS = ("video_encoder", "audio_encoder")
 DECODERS = ("video_decoder", "audio_decoder", "vocoder")
@@ -61,7 +62,7 @@ def build_components(
     """
     requests = job.requests if requests is None else requests
     residency = Residency(device, {}, {})
-    encode = build_encode_prompts(job, device, residency, requests, timer)
+    encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
     transformer = build_transformer(job, device, residency)
     encoders = build_encoders(job, device, residency) if needs_encoders(job.requests) else None
     return Components(
@@ -88,29 +89,6 @@ def build_transformer(job: Job, device: torch.device, residency: Residency | Non
     apply_attention(transformer, job.config.model.attention)
     place(job, residency, "transformer", transformer)
     return transformer
-
-
-def build_encode_prompts(
-    job: Job, device: torch.device, residency: Residency, requests: Sequence[Request], timer: Timer = null_timer
-) -> EncodePrompts:
-    """Prompts to contexts; with ``model.offload=text_encoder`` all of ``requests`` now, after which it is freed."""
-    if job.config.model.offload != "text_encoder":
-        return partial(_encode_prompts, build_text(job, device, residency), residency, device)
-    with timer("text_encode"):
-        text = build_text(job, device)
-        prompts = list(dict.fromkeys(one for request in requests for one in (request.prompt, request.negative_prompt)))
-        contexts = dict(zip(prompts, encode_prompts(text, prompts, device), strict=True))
-        del text
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return lambda wanted: [contexts[prompt] for prompt in wanted]
-
-
-def _encode_prompts(
-    text: TextComponents, residency: Residency, device: torch.device, prompts: Sequence[str]
-) -> list[Context]:
-    with residency.use(*TEXT):
-        return encode_prompts(text, prompts, device)
 
 
 def build_text(job: Job, device: torch.device, residency: Residency | None = None) -> TextComponents:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vgen import checkpoint
+from vgen.components.prompts import build_encode_prompts
 from vgen.components.types import AttentionSizes
 from vgen.diffusion.wan_guidance import Expert
 from vgen.families.wan import flow_sampler, tile_settings
@@ -29,9 +30,10 @@ from vgen.residency import Residency
 from vgen.stages.decode import DecodeVideo
 from vgen.stages.wan_condition import EncodeVideo, WanEncoders
 from vgen.stages.wan_denoise import PARTS, build_serial_predict
-from vgen.stages.wan_text import EncodePrompts, TextComponents, encode_prompts
+from vgen.stages.wan_text import TextComponents, encode_prompts
 from vgen.wan_memory import estimate
 
+TEXT = ("text_encoder",)
 ENCODERS = ("video_encoder",)
 DECODERS = ("video_decoder",)
 
@@ -41,7 +43,7 @@ def components_of(job: Job) -> tuple[str, ...]:
     images: tuple[str, ...] = ()
     if needs_encoders(job.requests):
         images = ("image_encoder", *ENCODERS) if job.architecture.transformer.image_dim else ENCODERS
-    return ("text_encoder", *_experts(job).values(), *images, *DECODERS)
+    return (*TEXT, *_experts(job).values(), *images, *DECODERS)
 
 
 def needs_encoders(requests: Sequence[Request]) -> bool:
@@ -67,7 +69,9 @@ def build_components(
     """
     requests = job.requests if requests is None else requests
     residency = Residency(device, {}, {})
-    encode = build_encode_prompts(job, device, residency, requests, timer)
+    encode = build_encode_prompts(
+        build_text, encode_prompts, ("text_encoder",), job, device, residency, requests, timer
+    )
     experts = {expert: build_transformer(job, device, residency, name) for expert, name in _experts(job).items()}
     return WanComponents(
         architecture=job.architecture,
@@ -90,29 +94,6 @@ def build_transformer(
     apply_attention(transformer, job.config.model.attention)
     place(job, residency, name, transformer)
     return transformer
-
-
-def build_encode_prompts(
-    job: Job, device: torch.device, residency: Residency, requests: Sequence[Request], timer: Timer = null_timer
-) -> EncodePrompts:
-    """Prompts to contexts; with ``model.offload=text_encoder`` all of ``requests`` now, after which it is freed."""
-    if job.config.model.offload != "text_encoder":
-        return partial(_encode_prompts, build_text(job, device, residency), residency, device)
-    with timer("text_encode"):
-        components = build_text(job, device)
-        prompts = list(dict.fromkeys(one for request in requests for one in (request.prompt, request.negative_prompt)))
-        contexts = dict(zip(prompts, encode_prompts(components, prompts, device), strict=True))
-        del components
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return lambda wanted: [contexts[prompt] for prompt in wanted]
-
-
-def _encode_prompts(
-    components: TextComponents, residency: Residency, device: torch.device, prompts: Sequence[str]
-) -> list[Tensor]:
-    with residency.use("text_encoder"):
-        return encode_prompts(components, prompts, device)
 
 
 def build_text(job: Job, device: torch.device, residency: Residency | None = None) -> TextComponents:

@@ -21,7 +21,7 @@ from vgen.models.ltx2.config import VIDEO_COMPRESSION
 from vgen.models.ltx2.video_encoder import VideoEncoder, validate_frames
 from vgen.models.ltx2.video_vae import BorderedConv3d, FillBorder, VideoDecoder, reflect_border, validate_latent_size
 from vgen.models.memory_format import memory_format_of
-from vgen.parallel.halo import DIMS, Axis, Band, bands, choose_axis, exchange_lines, gather_bands
+from vgen.parallel.halo import DIMS, Axis, Band, bands, choose_axis, exchange_lines, gather_bands, validate_axis
 
 
 class HaloDecoder:
@@ -97,16 +97,6 @@ class HaloEncoder:
             latents = self.encoder.encode_any_size(frames.narrow(dim, lines * start, lines * (stop - start)))
         memory_format = memory_format_of(self.encoder.conv_out.conv.weight)
         return gather_bands(latents, cut, dim, self.group, self.to_first_only, memory_format)
-
-
-def validate_axis(axis: Axis) -> None:
-    """Refuse other axes.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-    if axis not in (*DIMS, "auto"):
-        raise ValueError(f"axis={axis!r} is no axis that a VAE is cut along: use height, width or auto")
 
 
 def _cut(shape: Sequence[int], axis: Axis, group: dist.ProcessGroup) -> tuple[int, tuple[Band, ...]]:

@@ -218,8 +218,10 @@ def test_no_activation_leaves_channels_last(kind: str) -> None:
                 module.register_forward_hook(lambda _, inputs, output: output.contiguous(memory_format=CHANNELS_LAST))
             if isinstance(module, nn.Conv3d | FrameConv | FrameAttention | ResBlock | Upsample | Downsample):
                 module.register_forward_hook(functools.partial(check, f"{type(half).__name__}.{name}"))
-    encoder(random_frames(config, 13, latent_size=(2, 2)), 2)
-    decoder(random_latents(config, 4, size=(2, 2)), 2)
+    # A first chunk of one frame and of more.
+    for chunk in (1, 2):
+        encoder(random_frames(config, 13, latent_size=(2, 2)), chunk)
+        decoder(random_latents(config, 4, size=(2, 2)), chunk)
     assert len(seen) >= 99
     assert [name for name, kept in seen.items() if not kept] == []
 

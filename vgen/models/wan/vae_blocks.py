@@ -285,8 +285,9 @@ class Downsample(nn.Module):
             return x
         if not carry.first:
             return self._halved(x, carry)
-        head, tail = x[:, :, :1], x[:, :, 1:]
-        return torch.cat([head, self._halved(tail, carry, head)], dim=2)
+        head, tail = x[:, :, :1], self._halved(x[:, :, 1:], carry, x[:, :, :1])
+        # Nothing beside it would cost the one frame its memory format.
+        return torch.cat([head, tail], dim=2) if tail.shape[2] else head
 
     def _halved(self, x: Tensor, carry: Carry, first: Tensor | None = None) -> Tensor:
         assert self.time_conv is not None
