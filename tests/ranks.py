@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,18 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
 
     ``function`` has to be one that a new process can import, results and arguments such that pickle can carry them.
     Starting a process takes seconds: give one call many cases.
+
+    Raises:
+        RuntimeError: a rank failed; with the traceback of the first one, since the others fail for want of it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_main, args=(world_size, folder, function, args), nprocs=world_size, start_method="spawn")
+        try:
+            mp.start_processes(
+                _main, args=(world_size, folder, function, args), nprocs=world_size, start_method="spawn"
+            )
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            notes = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+            raise RuntimeError(notes[0].read_text() if notes else str(error)) from error
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 
 
@@ -29,5 +39,9 @@ def _main(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     try:
         torch.save(function(*args), Path(folder, f"{rank}.pt"))
         dist.barrier()
+    except BaseException:
+        # Before the group goes, which the others notice.
+        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        raise
     finally:
         dist.destroy_process_group()
