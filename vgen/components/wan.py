@@ -69,9 +69,7 @@ def build_components(
     """
     requests = job.requests if requests is None else requests
     residency = Residency(device, {}, {})
-    encode = build_encode_prompts(
-        build_text, encode_prompts, ("text_encoder",), job, device, residency, requests, timer
-    )
+    encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
     experts = {expert: build_transformer(job, device, residency, name) for expert, name in _experts(job).items()}
     return WanComponents(
         architecture=job.architecture,

@@ -7,6 +7,7 @@ Shapes: B batch, C channels, F frames, H height, W width; ``dim`` is the one tha
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -158,3 +159,31 @@ def _p2p(op: Callable[..., Any], tensor: Tensor, group_rank: int, group: dist.Pr
 def _wait(ops: list[dist.P2POp]) -> None:
     for request in dist.batch_isend_irecv(ops) if ops else ():
         request.wait()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which dim of latents and frames is cut, and all ranks' bands of it in latents, the longest first."""
+
+    dim: int
+    bands: tuple[Band, ...]
+
+    def own(self, x: Tensor, lines: int, group: dist.ProcessGroup) -> Tensor:
+        """This rank's band, a view, of latents or frames with ``lines`` lines to each latent."""
+        start, stop = self.bands[dist.get_rank(group)]
+        return x.narrow(self.dim, lines * start, lines * (stop - start))
+
+    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the first rank's band of latents of ``shape``."""
+        return (*shape[: self.dim], self.bands[0][1], *shape[self.dim + 1 :])
+
+
+def cut_latents(shape: Sequence[int], axis: Axis, group: dist.ProcessGroup) -> Cut:
+    """The cut of latents of ``shape`` [B, C, F, H, W].
+
+    Raises:
+        ValueError: the axis has fewer latents than there are ranks.
+    """
+    ranks = dist.get_world_size(group)
+    dim = DIMS[choose_axis(shape, ranks) if axis == "auto" else axis]
+    return Cut(dim, bands(shape[dim], ranks))

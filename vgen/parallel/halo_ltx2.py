@@ -11,7 +11,7 @@ arguments: latents and frames going in are the whole ones.
 Shapes: B batch, C channels, F frames, H, W height and width, in pixels for frames and in latents for latents.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from vgen.models.ltx2.config import VIDEO_COMPRESSION
 from vgen.models.ltx2.video_encoder import VideoEncoder, validate_frames
 from vgen.models.ltx2.video_vae import BorderedConv3d, FillBorder, VideoDecoder, reflect_border, validate_latent_size
 from vgen.models.memory_format import memory_format_of
-from vgen.parallel.halo import DIMS, Axis, Band, bands, choose_axis, exchange_lines, gather_bands, validate_axis
+from vgen.parallel.halo import Axis, cut_latents, exchange_lines, gather_bands, validate_axis
 
 
 class HaloDecoder:
@@ -51,14 +51,14 @@ class HaloDecoder:
             ValueError: there are fewer lines than ranks, and as ``VideoDecoder``.
         """
         validate_latent_size(self.config, latents.shape[-2], latents.shape[-1])
-        dim, cut = _cut(latents.shape, self.axis, self.group)
-        start, stop = cut[self.group.rank()]
-        with halo_borders(self.decoder, dim, self.group):
-            frames = self.decoder.decode_any_size(latents.narrow(dim, start, stop - start))
-        lines = frames.shape[dim] // (stop - start)
-        places = [(lines * start, lines * stop) for start, stop in cut]
+        cut = cut_latents(latents.shape, self.axis, self.group)
+        own = cut.own(latents, 1, self.group)
+        with halo_borders(self.decoder, cut.dim, self.group):
+            frames = self.decoder.decode_any_size(own)
+        lines = frames.shape[cut.dim] // own.shape[cut.dim]
+        places = [(lines * start, lines * stop) for start, stop in cut.bands]
         memory_format = memory_format_of(self.decoder.conv_out.conv.weight)
-        return gather_bands(frames, places, dim, self.group, self.to_first_only, memory_format)
+        return gather_bands(frames, places, cut.dim, self.group, self.to_first_only, memory_format)
 
 
 class HaloEncoder:
@@ -90,23 +90,12 @@ class HaloEncoder:
         validate_frames(self.config, *frames.shape[2:])
         _, height, width = VIDEO_COMPRESSION
         B, C, F, H, W = frames.shape
-        dim, cut = _cut((B, C, F, H // height, W // width), self.axis, self.group)
-        start, stop = cut[self.group.rank()]
-        lines = VIDEO_COMPRESSION[dim - 2]
-        with halo_borders(self.encoder, dim, self.group):
-            latents = self.encoder.encode_any_size(frames.narrow(dim, lines * start, lines * (stop - start)))
+        cut = cut_latents((B, C, F, H // height, W // width), self.axis, self.group)
+        lines = VIDEO_COMPRESSION[cut.dim - 2]
+        with halo_borders(self.encoder, cut.dim, self.group):
+            latents = self.encoder.encode_any_size(cut.own(frames, lines, self.group))
         memory_format = memory_format_of(self.encoder.conv_out.conv.weight)
-        return gather_bands(latents, cut, dim, self.group, self.to_first_only, memory_format)
-
-
-def _cut(shape: Sequence[int], axis: Axis, group: dist.ProcessGroup) -> tuple[int, tuple[Band, ...]]:
-    """The dim that latents of ``shape`` are cut along, and all ranks' bands of it.
-
-    Raises:
-        ValueError: the axis has fewer latents than there are ranks.
-    """
-    dim = DIMS[choose_axis(shape, group.size()) if axis == "auto" else axis]
-    return dim, bands(shape[dim], group.size())
+        return gather_bands(latents, cut.bands, cut.dim, self.group, self.to_first_only, memory_format)
 
 
 @contextmanager

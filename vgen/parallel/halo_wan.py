@@ -14,7 +14,6 @@ config's scale factors along time (4) and space (8 or 16).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,35 +25,7 @@ from vgen.models.memory_format import memory_format_of
 from vgen.models.wan.vae import VideoDecoder, VideoEncoder, chunk_length, validate_frames
 from vgen.models.wan.vae_blocks import CausalConv3d, FillBorder, FrameAttention, FrameConv
 from vgen.models.wan.vae_levels import most_decoder_frames, most_encoder_frames
-from vgen.parallel.halo import DIMS, Axis, Band, bands, choose_axis, exchange_lines, gather_bands, validate_axis
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which dim of latents and frames is cut, and all ranks' bands of it in latents, the longest first."""
-
-    dim: int
-    bands: tuple[Band, ...]
-
-    def own(self, x: Tensor, lines: int, group: dist.ProcessGroup) -> Tensor:
-        """This rank's band, a view, of latents or frames with ``lines`` lines to each latent."""
-        start, stop = self.bands[dist.get_rank(group)]
-        return x.narrow(self.dim, lines * start, lines * (stop - start))
-
-    def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the first rank's band of latents of ``shape``."""
-        return (*shape[: self.dim], self.bands[0][1], *shape[self.dim + 1 :])
-
-
-def cut_latents(shape: Sequence[int], axis: Axis, group: dist.ProcessGroup) -> Cut:
-    """The cut of latents of ``shape`` [B, C, F, H, W].
-
-    Raises:
-        ValueError: the axis has fewer latents than there are ranks.
-    """
-    ranks = dist.get_world_size(group)
-    dim = DIMS[choose_axis(shape, ranks) if axis == "auto" else axis]
-    return Cut(dim, bands(shape[dim], ranks))
+from vgen.parallel.halo import Axis, Cut, cut_latents, exchange_lines, gather_bands, validate_axis
 
 
 class HaloDecoder:
