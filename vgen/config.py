@@ -11,6 +11,9 @@ from typing import Any, Literal
 from vgen import typed
 
 
+VaeStrategy = Literal["auto", "whole", "tile", "tile_balanced", "halo"]
+
+
 @dataclass(frozen=True)
 class TextEncoderConfig:
     """``checkpoint``: folder or hub id of Gemma-3; ``null`` takes the one inside a diffusers folder."""
@@ -134,8 +137,16 @@ class ParallelConfig:
     cfg_size: int
     ulysses_size: int
     vae_size: int
-    vae_strategy: Literal["auto", "whole", "tile"]
+    vae_strategy: VaeStrategy
+    """``halo`` decodes and encodes in bands, exactly; ``tile`` and ``tile_balanced`` in overlapping tiles, an
+    approximation; ``whole`` on one rank. ``auto``: exact where it fits, over all ranks that decode."""
     vae_split: Literal["auto", "height", "width"]
+    """Which side ``halo`` cuts; ``auto`` by the cost."""
+    tile_sum: Literal["model", "fp32"]
+    """Precision of the sums of tiles over ranks, and of what travels for them."""
+    single_pass: Literal["refuse", "ulysses"]
+    """What the ranks of CFG do where the requests have one guidance pass only: nothing, which is refused, or split its
+    tokens."""
 
     @property
     def world_size(self) -> int:
@@ -149,7 +160,7 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class GraphConfig:
-    mode: Literal["eager"]
+    mode: Literal["eager", "compile", "cuda", "compile_cuda"]
 
 
 @dataclass(frozen=True)
