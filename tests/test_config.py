@@ -1,5 +1,6 @@
 """Every group option composes into the typed records, and what does not fit is refused in one sentence."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from omegaconf import OmegaConf
 from vgen import app, typed
 from vgen.checkpoint_files import resolve
 from vgen.checkpoint_paths import PACKAGED
-from vgen.config import Config, from_mapping, to_mapping
+from vgen.config import Config, SamplerConfig, from_mapping, to_mapping
 from vgen.families import family_of
 from vgen.families.ltx2 import DISTILLED_STEPS
+from vgen.job import plan_of
 from vgen.models.ltx2.config_official import from_official
+from vgen.pipelines.ltx2 import plan_request_passes
 from vgen.requests import build_requests
 from vgen.typed import ConfigurationError
 from vgen.validate import validate, validate_request
@@ -50,10 +53,10 @@ def test_every_option_composes_and_validates(group: str, option: str, tmp_path: 
         overrides.append("task=bench_decode")  # a video needs an image
     if option in ("unipc", "euler"):
         overrides.append("model=wan_tiny")
-    if group == "parallel" and option != "pvs1":
-        with pytest.raises(ConfigurationError, match="is not built yet"):
+    if option == "uly8":
+        with pytest.raises(ConfigurationError, match=r"ulysses_size=8 does not divide the 4 heads .*use 4, or for"):
             check(*overrides)
-        return
+        overrides.append("model=wan_tiny")  # 8 heads
     config = check(*overrides)
     assert from_mapping(to_mapping(config)) == config
 
@@ -95,8 +98,14 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("device=tpu", "device='tpu' is not a choice"),
         ("device=cuda", "no CUDA device"),
         ("parallel.data_size=0", "not a number of ranks"),
-        ("parallel.cfg_size=2", "not built yet"),
-        ("parallel.vae_strategy=halo", "is not a choice; use one of: auto, whole, tile"),
+        ("parallel.data_size=2", r"data_size=2 is above the number of prompts \(1\); use 1"),
+        ("parallel.cfg_size=5", r"above the number of passes of a step \(2: cond, uncond\); use 2"),
+        ("parallel.cfg_size=2 sampler.video.cfg_scale=1 sampler.audio.cfg_scale=1", r"\(1: cond\); use 1"),
+        ("parallel.ulysses_size=3", "does not divide the 4 heads .* use 2 or 4"),
+        ("parallel.vae_size=5 parallel.vae_strategy=halo", "above the 4 lines along height of 4 x 4 latents.*; use 4"),
+        ("parallel.vae_size=2 parallel.vae_strategy=whole", "whole decodes on one rank.*use halo"),
+        ("parallel.vae_strategy=strips", "is not a choice; use one of: auto, whole, tile, tile_balanced, halo"),
+        ("task=score parallel=cfg2", "task=score spreads prompts over ranks and nothing else"),
         ("sampler.steps=0", "denoises nothing"),
         ("sampler.video.cfg_scale=nan", "not a scale"),
         ("sampler.audio.rescale_scale=1.5", "outside 0"),
@@ -167,14 +176,46 @@ def test_the_distilled_schedule_has_the_steps_that_validation_asks_for() -> None
 
 def test_inline_needs_one_rank() -> None:
     with pytest.raises(ConfigurationError, match=r"launcher\.inline=true runs one rank"):
-        check("launcher.inline=true", "parallel.data_size=2")
+        check("launcher.inline=true", "parallel=cfg2")
 
 
 def test_more_ranks_than_devices() -> None:
     with pytest.raises(ConfigurationError, match=r"4 ranks and this machine shows 2 CUDA device\(s\)"):
-        check("parallel.data_size=4", num_gpus=2)
-    check("parallel.data_size=4", "device=cpu", num_gpus=2)
-    check("parallel.data_size=4", num_gpus=None)
+        check("parallel=pvs4", num_gpus=2)
+    check("parallel=pvs4", "device=cpu", num_gpus=2)
+    check("parallel=pvs4", num_gpus=None)
+
+
+def test_plans_named_by_their_ranks_split_the_tokens_of_a_single_pass() -> None:
+    single = ("sampler.video.cfg_scale=1", "sampler.audio.cfg_scale=1")
+    for overrides, sizes in (((), (1, 2, 2, 4)), (single, (1, 1, 4, 4))):
+        config = check("parallel=pvs4", *overrides)
+        assert dataclasses.astuple(plan_of(config, build_requests(config.request))) == sizes
+    assert check("parallel=pvs8", "parallel.vae_size=1").parallel.world_size == 8
+
+
+SCALES = [f"sampler.{s}.{k}" for s in ("video", "audio") for k in ("cfg_scale=1", "stg_scale=1", "modality_scale=2")]
+
+
+@pytest.mark.parametrize("audio", ["generate", "copy", "none"])
+@pytest.mark.parametrize("scales", [(), *((scale,) for scale in SCALES), tuple(SCALES)])
+def test_passes_are_counted_as_the_pipeline_plans_them(audio: str, scales: tuple[str, ...]) -> None:
+    config = from_mapping(compose_mapping(f"request.audio={audio}", *scales))
+    (request,) = build_requests(config.request)
+    assert isinstance(config.sampler, SamplerConfig)
+    planned = tuple(one.name for one in plan_request_passes(request, config.sampler))
+    assert family_of(config).pass_names(request, config) == planned
+
+
+def test_one_guided_expert_of_two_makes_two_passes() -> None:
+    for scales, names in (((1, 1), ("cond",)), ((4, 1), ("cond", "uncond")), ((1, 4), ("cond", "uncond"))):
+        first, second = scales
+        config = from_mapping(
+            compose_mapping(
+                "model=wan22_a14b_t2v", f"sampler.guidance_scale={first}", f"sampler.guidance_scale_2={second}"
+            )
+        )
+        assert family_of(config).pass_names(build_requests(config.request)[0], config) == names
 
 
 def test_a_request_of_a_file_is_named_by_its_number() -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from vgen import typed
 
-
 VaeStrategy = Literal["auto", "whole", "tile", "tile_balanced", "halo"]
 
 

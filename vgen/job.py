@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from vgen import config, record, requests
 from vgen.config import Config
 from vgen.families import family_of
+from vgen.parallel.plans import ParallelPlan, settle
 from vgen.requests import Request
 from vgen.typed import ConfigurationError
 
@@ -30,6 +32,11 @@ class Job:
     out_dir: Path
     sweep: str | None
 
+    @cached_property
+    def plan(self) -> ParallelPlan:
+        """The parallel plan that runs: the configuration's, settled for how many passes the requests need."""
+        return plan_of(self.config, self.requests)
+
     @property
     def path(self) -> Path:
         return self.out_dir / "job.json"
@@ -47,6 +54,16 @@ class Job:
                 "sweep": self.sweep,
             },
         )
+
+
+def plan_of(settings: Config, requests: tuple[Request, ...]) -> ParallelPlan:
+    """The parallel plan of ``settings``; with ``single_pass=ulysses`` as ``plans.settle`` has it."""
+    parallel = settings.parallel
+    plan = ParallelPlan(parallel.data_size, parallel.cfg_size, parallel.ulysses_size, parallel.vae_size)
+    if parallel.single_pass == "refuse":
+        return plan
+    family = family_of(settings)
+    return settle(plan, min(len(family.pass_names(request, settings)) for request in requests))
 
 
 def plan_job(

@@ -1,7 +1,7 @@
 """The one place that builds a model and fixes the order of what is done to it.
 
 load → LoRA → quantize → fuse → parallelize → compile → capture → guidance. A step that the configuration turns off
-is not called, and the module stays the plain one. This version has the first and the last.
+is not called, and the module stays the plain one. This version loads, parallelizes and guides.
 
 What a family is built of is in ``vgen.components``; here is what tasks ask for, whatever the family.
 """
@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from vgen.components import ltx2, wan
+from vgen.components.ranks import ALONE
 from vgen.components.types import AttentionSizes
 from vgen.job import Job
 from vgen.loading import DTYPES, component_dtype, exact_fp32
 from vgen.memory import Activations, Decode, weight_bytes
 from vgen.metrics.timer import Timer, null_timer
+from vgen.parallel.mesh import Mesh
 from vgen.parallel.tiles import Tile
 from vgen.requests import Request
 from vgen.residency import Residency
@@ -50,18 +52,26 @@ def build_components(
     decode: Decode = "whole",
     requests: Sequence[Request] | None = None,
     timer: Timer = null_timer,
+    mesh: Mesh = ALONE,
 ) -> Any:
-    """Everything ``task=generate`` needs for ``requests`` (those of the job by default), as the pipeline of the family
-    takes it.
+    """Everything a rank at ``mesh`` that denoises needs for ``requests`` (those of the job by default), as
+    ``generate`` of the family's pipeline takes it.
 
     Each component that visits the device leaves it before the next one loads.
     """
-    return _family(job).build_components(job, device, decode, requests, timer)
+    return _family(job).build_components(job, device, decode, requests, timer, mesh)
 
 
-def build_decoders(job: Job, device: torch.device, residency: Residency, decode: Decode = "whole") -> Any:
-    """What ``task=decode`` needs, as the pipeline of the family takes it."""
-    return _family(job).build_decoders(job, device, residency, decode)
+def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> Any:
+    """What a rank that only decodes needs, as ``follow`` of the family's pipeline takes it."""
+    return _family(job).build_follower(job, device, decode, mesh)
+
+
+def build_decoders(
+    job: Job, device: torch.device, residency: Residency, decode: Decode = "whole", mesh: Mesh = ALONE
+) -> Any:
+    """What a rank at ``mesh`` needs for ``task=decode``, as ``decode`` of the family's pipeline takes it."""
+    return _family(job).build_decoders(job, device, residency, decode, mesh)
 
 
 def build_meta(job: Job, component: str) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from vgen import media_probe
 from vgen.config import BenchConfig, Config, RequestConfig, ScoreConfig, TrainConfig
 from vgen.families import family_of
 from vgen.families.sizes import SizeRule
+from vgen.job import plan_of
+from vgen.parallel.plans import ParallelPlan, layout_reasons, reasons
 from vgen.requests import Request
 from vgen.typed import ConfigurationError
 
@@ -29,7 +32,6 @@ def validate(
     """
     family = family_of(config)
     rule = family.size_rule(architecture)
-    _validate_parallel(config, num_gpus)
     if config.sampler.steps < 1:
         raise ConfigurationError(f"sampler.steps={config.sampler.steps} denoises nothing; give 1 or more")
     _validate_bench(config.bench)
@@ -44,6 +46,7 @@ def validate(
         if config.task.generates:
             _validate_inputs(request, f"request {request.index}: " if len(requests) > 1 else "")
     family.validate(config, requests, architecture, checkpoint)
+    _validate_parallel(config, requests, architecture, num_gpus)
 
 
 def _validate_bench(bench: BenchConfig) -> None:
@@ -53,30 +56,48 @@ def _validate_bench(bench: BenchConfig) -> None:
         raise ConfigurationError(f"bench.repeats={bench.repeats} runs nothing; give 1 or more")
 
 
-def _validate_parallel(config: Config, num_gpus: int | None) -> None:
-    parallel = config.parallel
-    for name in ("data_size", "cfg_size", "ulysses_size", "vae_size"):
-        if getattr(parallel, name) < 1:
-            raise ConfigurationError(
-                f"parallel.{name}={getattr(parallel, name)} is not a number of ranks; give 1 or more"
-            )
-    for name in ("cfg_size", "ulysses_size", "vae_size"):
-        if getattr(parallel, name) > 1:
-            raise ConfigurationError(
-                f"parallel.{name}={getattr(parallel, name)} is not built yet: this version spreads prompts only; "
-                f"use parallel.{name}=1 and parallel.data_size"
-            )
-    if config.launcher.inline and parallel.world_size > 1:
+def _validate_parallel(config: Config, requests: tuple[Request, ...], architecture: Any, num_gpus: int | None) -> None:
+    plan = plan_of(config, requests)
+    for sentence in _reasons(config, plan, requests, architecture):
+        raise ConfigurationError(sentence)
+    _validate_vae_strategy(config)
+    if config.launcher.inline and plan.world_size > 1:
         raise ConfigurationError(
-            f"launcher.inline=true runs one rank in this process, but the plan has {parallel.world_size}; "
+            f"launcher.inline=true runs one rank in this process, but the plan has {plan.world_size}; "
             f"use parallel=pvs1 or launcher.inline=false"
         )
     if config.device == "cuda" and num_gpus == 0:
         raise ConfigurationError("device=cuda, but this machine shows no CUDA device; use device=cpu")
-    if config.device != "cpu" and num_gpus and parallel.world_size > num_gpus:
+    if config.device != "cpu" and num_gpus and plan.world_size > num_gpus:
         raise ConfigurationError(
-            f"the plan has {parallel.world_size} ranks and this machine shows {num_gpus} CUDA device(s); "
-            f"use parallel.data_size={num_gpus} or device=cpu"
+            f"the plan has {plan.world_size} ranks and this machine shows {num_gpus} CUDA device(s); use a plan of "
+            f"{num_gpus} (task=plan lists them) or device=cpu"
+        )
+
+
+def _reasons(config: Config, plan: ParallelPlan, requests: tuple[Request, ...], architecture: Any) -> tuple[str, ...]:
+    """Why the plan cannot run this task."""
+    if sentences := layout_reasons(plan):
+        return sentences
+    task, limits = config.task.name, family_of(config).limits(config, requests, architecture)
+    if task == "generate":
+        return reasons(plan, limits)
+    if task == "bench_step":
+        return reasons(replace(plan, vae_size=1), limits)
+    if task in ("decode", "bench_decode", "bench_encode"):
+        # Nothing denoises: how the passes and tokens would be spread is not looked at.
+        return reasons(ParallelPlan(vae_size=plan.vae_size), limits)
+    if task != "train_tiny" and plan.world_size > plan.data_size:
+        return (f"task={task} spreads prompts over ranks and nothing else; use parallel=pvs1 and parallel.data_size",)
+    return ()
+
+
+def _validate_vae_strategy(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.vae_strategy == "whole" and parallel.vae_size > 1:
+        raise ConfigurationError(
+            f"parallel.vae_strategy=whole decodes on one rank, and parallel.vae_size={parallel.vae_size}; "
+            f"use halo, which is as exact, or parallel.vae_size=1"
         )
 
 
@@ -116,8 +137,8 @@ def _validate_training(config: Config, rule: SizeRule) -> None:
     train = config.train
     if train.folder is None:
         raise ConfigurationError("train.folder is not set; give the folder that keeps the stages: train.folder=FOLDER")
-    if config.parallel.data_size > 1:
-        raise ConfigurationError("task=train_tiny runs on one device; use parallel.data_size=1")
+    if config.parallel.world_size > 1:
+        raise ConfigurationError("task=train_tiny runs on one device; use parallel=pvs1 parallel.data_size=1")
     _validate_training_sizes(train, rule)
     for name in ("table_clips", "table_captions", "judged_clips", "upsampler_channels"):
         if getattr(train, name) < 1:

@@ -22,6 +22,7 @@ from vgen import config, record, tracking, transforms
 from vgen.job import Job, read_job
 from vgen.metrics.environment import collect_environment
 from vgen.metrics.timer import reduce_max, stage_of, timings_record
+from vgen.parallel.mesh import build_mesh
 from vgen.tasks import bench_decode, bench_encode, bench_step, decode, generate, score, train_tiny
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
@@ -85,8 +86,7 @@ def run_rank(job: Job) -> None:
     context = TaskContext(
         job,
         fabric.device,
-        data_rank=fabric.global_rank,
-        data_size=job.config.parallel.data_size,
+        build_mesh(job.plan, fabric.world_size),
         log=tracker.log,
         log_image=tracker.log_image,
     )
@@ -113,7 +113,7 @@ def _join(job: Job) -> Fabric:
     if job.device == "cuda" and torch.cuda.device_count() < local:
         raise ConfigurationError(
             f"the plan has {local} ranks on this machine and torch sees {torch.cuda.device_count()} CUDA device(s); "
-            f"use parallel.data_size={max(1, torch.cuda.device_count())} or device=cpu"
+            f"use a plan of {max(1, torch.cuda.device_count())} (task=plan lists them) or device=cpu"
         )
     fabric = Fabric(
         accelerator="cuda" if job.device == "cuda" else "cpu",
@@ -179,15 +179,12 @@ def _number(file_name: str) -> int:
 
 def _active(job: Job, ran: dict[str, Any]) -> dict[str, Any]:
     """What truly ran, as opposed to what was asked for; ``ran`` is what the task decided."""
-    parallel, model = job.config.parallel, job.config.model
+    plan, model = job.plan, job.config.model
     # On the CPU there is nowhere else for a stage to wait.
     offload = "none" if job.device == "cpu" and model.offload in ("expert", "stages") else model.offload
     return {
-        "world_size": parallel.world_size,
-        "data_size": parallel.data_size,
-        "cfg_size": parallel.cfg_size,
-        "ulysses_size": parallel.ulysses_size,
-        "vae_size": parallel.vae_size,
+        "world_size": plan.world_size,
+        **dataclasses.asdict(plan),
         "compiled": False,
         "cuda_graphs": 0,
         "quant": {"mode": job.config.quant.mode},

@@ -23,6 +23,7 @@ from tests import tiny_wan
 from tests.pipelines.test_ltx2_pipeline import ListSink, make_job
 from vgen import residency, transforms
 from vgen.components import wan as built
+from vgen.families import family_of
 from vgen.job import Job
 from vgen.models.wan.image_encoder import encode_images, prepare_images
 from vgen.pipelines import wan
@@ -218,7 +219,7 @@ def test_without_guidance_the_negative_prompt_is_not_read(folders: dict[str, Pat
         ListSink(),  # type: ignore[arg-type]
     )
     assert read == ["a red circle"]
-    assert wan.pass_names(job.requests[0], job.config.sampler) == ["cond"]  # type: ignore[arg-type]
+    assert family_of(job.config).pass_names(job.requests[0], job.config) == ("cond",)
 
 
 def test_the_diffusers_vae_in_place_of_ours(folders: dict[str, Path], picture: Path, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def run_with(
     logged: list[Any] = []
     sheets: dict[str, Any] = {}
     log_image = lambda name, image, step: sheets.update({name: image.size})  # noqa: E731
-    score.run(TaskContext(job, CPU, 0, 1, lambda values, step: logged.append(values), log_image))
+    score.run(TaskContext(job, CPU, log=lambda values, step: logged.append(values), log_image=log_image))
     results: dict[str, Any] = json.loads((folder / "score.json").read_text())
     assert list(sheets) == ["score/seen", "score/held_out", "score/image"]
     assert logged[0]["score/seen/passed"] == results["seen"]["passed"]

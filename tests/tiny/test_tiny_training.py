@@ -71,7 +71,7 @@ def job_of(folder: Path, *overrides: str) -> Job:
 
 def run_stage(folder: Path, stage: str, *overrides: str) -> None:
     job = job_of(folder, f"train.stage={stage}", *overrides)
-    train_tiny.run(TaskContext(job, CPU, data_rank=0, data_size=1))
+    train_tiny.run(TaskContext(job, CPU))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vgen import checkpoint
 from vgen.components.prompts import build_encode_prompts
+from vgen.components.ranks import ALONE, VaeShare, hand_over, is_first, own_parts, passes_over, receive
 from vgen.components.types import AttentionSizes
 from vgen.config import SamplerConfig
 from vgen.families.ltx2 import tile_settings
@@ -23,18 +24,21 @@ from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder
 from vgen.models.ltx2.bandwidth import BandwidthExtendedVocoder
 from vgen.models.ltx2.connectors import TextConnectors
+from vgen.models.ltx2.plan import PLAN
 from vgen.models.ltx2.transformer import LTX2Transformer
 from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.models.ltx2.vocoder import Vocoder
-from vgen.parallel.tiles import Tile, decode_tiled, plan_tiles
+from vgen.parallel.mesh import Mesh
+from vgen.parallel.tiles import Tile, plan_tiles
+from vgen.parallel.ulysses import apply_ulysses
 from vgen.pipelines.ltx2 import plan_request_passes
-from vgen.pipelines.types import Components, Decoders
+from vgen.pipelines.types import Components, Decoders, Follower
 from vgen.requests import Request
 from vgen.residency import Residency
-from vgen.stages.decode import AudioComponents, DecodeVideo, decode_whole
+from vgen.stages.decode import AudioComponents, DecodeVideo
 from vgen.stages.denoise import build_serial_predict
-from vgen.stages.encode import Encoders
+from vgen.stages.encode import Encoders, EncodeVideo
 from vgen.stages.latents import latent_geometry
 from vgen.stages.passes import needs_negative
 from vgen.stages.text import TextComponents, encode_prompts
@@ -55,8 +59,9 @@ def build_components(
     decode: Decode = "whole",
     requests: Sequence[Request] | None = None,
     timer: Timer = null_timer,
+    mesh: Mesh = ALONE,
 ) -> Components:
-    """Everything ``task=generate`` needs for ``requests`` (those of the job by default).
+    """Everything a rank that denoises needs for ``requests`` (those of the job by default) in ``task=generate``.
 
     Each component that visits the device leaves it before the next one loads.
     """
@@ -64,14 +69,31 @@ def build_components(
     residency = Residency(device, {}, {})
     encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
     transformer = build_transformer(job, device, residency)
-    encoders = build_encoders(job, device, residency) if needs_encoders(job.requests) else None
+    apply_ulysses(transformer, PLAN, mesh.ulysses)
     return Components(
         architecture=job.architecture,
         encode_prompts=encode,
         transformer=transformer,
-        make_predict=partial(build_serial_predict, transformer),
-        decoders=build_decoders(job, device, residency, decode),
-        encoders=encoders,
+        make_predict=partial(build_serial_predict, transformer, run_passes=passes_over(mesh)),
+        decoders=build_decoders(job, device, residency, decode, mesh) if mesh.vae_rank is not None else None,
+        encoders=build_encoders(job, device, residency, decode, mesh) if needs_encoders(job.requests) else None,
+        residency=residency,
+        device=device,
+        dtype=DTYPES[job.config.quant.mode],
+        hand_over=hand_over(job, mesh),
+    )
+
+
+def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> Follower:
+    """Everything a rank that only decodes needs in ``task=generate``."""
+    residency = Residency(device, {}, {})
+    encode = None
+    if any(request.images or request.video for request in job.requests):
+        encode = build_encode_video(job, device, residency, decode, mesh)
+    return Follower(
+        decoders=build_decoders(job, device, residency, decode, mesh),
+        encode_video=encode,
+        receive=partial(receive, mesh, device),
         residency=residency,
         device=device,
         dtype=DTYPES[job.config.quant.mode],
@@ -110,23 +132,42 @@ def build_video_encoder(job: Job, device: torch.device) -> VideoEncoder:
     return encoder
 
 
-def build_encoders(job: Job, device: torch.device, residency: Residency) -> Encoders:
-    video = build_video_encoder(job, device)
+def build_encode_video(
+    job: Job, device: torch.device, residency: Residency, decode: Decode = "whole", mesh: Mesh = ALONE
+) -> EncodeVideo:
+    """In bands over the ranks where the video is decoded so and all of them have a part."""
+    encoder = build_video_encoder(job, device)
+    place(job, residency, "video_encoder", encoder)
+    share = VaeShare(job, mesh, decode, tile_settings(job.config))
+    encode: EncodeVideo = share.adapt(encoder) if share.shares_encode else encoder
+    return encode
+
+
+def build_encoders(
+    job: Job, device: torch.device, residency: Residency, decode: Decode = "whole", mesh: Mesh = ALONE
+) -> Encoders:
+    video = build_encode_video(job, device, residency, decode, mesh)
     audio = _load(job, "audio_encoder", device)
     assert isinstance(audio, AudioEncoder)
-    for name, module in zip(ENCODERS, (video, audio), strict=True):
-        place(job, residency, name, module)
+    place(job, residency, "audio_encoder", audio)
     return Encoders(video, audio)
 
 
-def build_decoders(job: Job, device: torch.device, residency: Residency, decode: Decode = "whole") -> Decoders:
+def build_decoders(
+    job: Job, device: torch.device, residency: Residency, decode: Decode = "whole", mesh: Mesh = ALONE
+) -> Decoders:
+    """Of one rank that decodes; the sound is the first one's."""
     video = build_video_decoder(job, device)
+    place(job, residency, "video_decoder", video)
+    decode_video = _build_decode(video, VaeShare(job, mesh, decode, tile_settings(job.config)))
+    if not is_first(mesh):
+        return Decoders(decode_video, audio=None)
     vocoder = _load(job, "vocoder", device)
     assert isinstance(vocoder, Vocoder | BandwidthExtendedVocoder)
     audio = AudioComponents(_load(job, "audio_decoder", device), vocoder, vocoder.output_sample_rate)
-    for name, module in zip(DECODERS, (video, audio.decoder, audio.vocoder), strict=True):
+    for name, module in (("audio_decoder", audio.decoder), ("vocoder", audio.vocoder)):
         place(job, residency, name, module)
-    return Decoders(decode_video=_build_decode(job, video, decode), audio=audio)
+    return Decoders(decode_video, audio)
 
 
 def text_config(job: Job) -> dict[str, Any]:
@@ -182,18 +223,16 @@ def plan_decode(job: Job, request: Request) -> tuple[Tile, ...]:
     return plan_tiles(geometry.latent_frames, geometry.latent_height, geometry.latent_width, tile_settings(job.config))
 
 
-def _build_decode(job: Job, decoder: nn.Module, strategy: Decode) -> DecodeVideo:
-    if strategy == "whole":
-        return decode_whole(decoder)
-    settings = tile_settings(job.config)
+def _build_decode(decoder: nn.Module, share: VaeShare) -> DecodeVideo:
+    if share.strategy in ("whole", "halo"):
+        adapted = share.adapt(decoder)
 
-    def decode(latents: Tensor) -> Iterator[Tensor]:
-        _, _, latent_frames, latent_height, latent_width = latents.shape
-        tiles = plan_tiles(latent_frames, latent_height, latent_width, settings)
-        with torch.no_grad():
-            yield from decode_tiled(decoder, latents, tiles)
+        def decode(latents: Tensor) -> Iterator[Tensor]:
+            with torch.no_grad():
+                yield from own_parts(iter([adapted(latents)]))
 
-    return decode
+        return decode
+    return partial(share.decode_tiles, decoder)
 
 
 def _load(job: Job, component: str, device: torch.device) -> nn.Module:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vgen import checkpoint
 from vgen.components.prompts import build_encode_prompts
+from vgen.components.ranks import ALONE, VaeShare, hand_over, own_parts, passes_over, receive
 from vgen.components.types import AttentionSizes
 from vgen.diffusion.wan_guidance import Expert
 from vgen.families.wan import flow_sampler, tile_settings
@@ -23,8 +24,10 @@ from vgen.models.wan.image_encoder import build_image_encoder, restore_buffers
 from vgen.models.wan.transformer import WanTransformer
 from vgen.models.wan.vae import VideoDecoder, VideoEncoder
 from vgen.models.wan.vae_blocks import apply_channels_last
-from vgen.parallel.tiles import Tile, decode_tiled, encode_tiled, plan_tiles
-from vgen.pipelines.wan import WanComponents, WanDecoders, is_guided, latent_geometry, plan_request
+from vgen.parallel.mesh import Mesh
+from vgen.parallel.tiles import Tile, plan_tiles
+from vgen.parallel.ulysses import apply_ulysses
+from vgen.pipelines.wan import WanComponents, WanDecoders, WanFollower, is_guided, latent_geometry, plan_request
 from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.decode import DecodeVideo
@@ -62,8 +65,9 @@ def build_components(
     decode: Decode = "whole",
     requests: Sequence[Request] | None = None,
     timer: Timer = null_timer,
+    mesh: Mesh = ALONE,
 ) -> WanComponents:
-    """Everything ``task=generate`` needs for ``requests`` (those of the job by default).
+    """Everything a rank that denoises needs for ``requests`` (those of the job by default) in ``task=generate``.
 
     Each component that visits the device leaves it before the next one loads.
     """
@@ -71,14 +75,33 @@ def build_components(
     residency = Residency(device, {}, {})
     encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
     experts = {expert: build_transformer(job, device, residency, name) for expert, name in _experts(job).items()}
+    for transformer in experts.values():
+        apply_ulysses(transformer, plan.PLAN, mesh.ulysses)
     return WanComponents(
         architecture=job.architecture,
         encode_prompts=encode,
         experts=experts,
         boundary=job.config.model.boundary,
-        build_predict=build_serial_predict,
-        decoders=build_decoders(job, device, residency, decode),
-        encoders=build_encoders(job, device, residency, decode) if needs_encoders(job.requests) else None,
+        build_predict=partial(build_serial_predict, run_passes=passes_over(mesh)),
+        decoders=build_decoders(job, device, residency, decode, mesh) if mesh.vae_rank is not None else None,
+        encoders=build_encoders(job, device, residency, decode, mesh) if needs_encoders(job.requests) else None,
+        residency=residency,
+        device=device,
+        hand_over=hand_over(job, mesh),
+    )
+
+
+def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> WanFollower:
+    """Everything a rank that only decodes needs in ``task=generate``."""
+    residency = Residency(device, {}, {})
+    encoders = None
+    if needs_encoders(job.requests):
+        encoders = WanEncoders(build_encode_video(job, device, residency, decode, mesh))
+    return WanFollower(
+        architecture=job.architecture,
+        decoders=build_decoders(job, device, residency, decode, mesh),
+        encoders=encoders,
+        receive=partial(receive, mesh, device),
         residency=residency,
         device=device,
     )
@@ -109,10 +132,19 @@ def build_video_encoder(job: Job, device: torch.device) -> nn.Module:
     return encoder
 
 
-def build_encoders(job: Job, device: torch.device, residency: Residency, decode: Decode = "whole") -> WanEncoders:
+def build_encode_video(
+    job: Job, device: torch.device, residency: Residency, decode: Decode = "whole", mesh: Mesh = ALONE
+) -> EncodeVideo:
+    """Over the ranks as the video is decoded, where all of them have a part."""
     video = build_video_encoder(job, device)
     place(job, residency, "video_encoder", video)
-    encode = _build_encode(job, video, decode)
+    return _build_encode(job, video, VaeShare(job, mesh, decode, tile_settings(job.config, job.architecture)))
+
+
+def build_encoders(
+    job: Job, device: torch.device, residency: Residency, decode: Decode = "whole", mesh: Mesh = ALONE
+) -> WanEncoders:
+    encode = build_encode_video(job, device, residency, decode, mesh)
     if job.architecture.transformer.image_dim is None:
         return WanEncoders(encode)
     images = _load(job, "image_encoder", device)
@@ -128,10 +160,14 @@ def build_video_decoder(job: Job, device: torch.device) -> nn.Module:
     return decoder
 
 
-def build_decoders(job: Job, device: torch.device, residency: Residency, decode: Decode = "whole") -> WanDecoders:
+def build_decoders(
+    job: Job, device: torch.device, residency: Residency, decode: Decode = "whole", mesh: Mesh = ALONE
+) -> WanDecoders:
+    """Of one rank that decodes."""
     decoder = build_video_decoder(job, device)
     place(job, residency, "video_decoder", decoder)
-    return WanDecoders(_build_decode(job, decoder, decode), job.architecture)
+    share = VaeShare(job, mesh, decode, tile_settings(job.config, job.architecture))
+    return WanDecoders(_build_decode(job, decoder, share), job.architecture)
 
 
 def text_config(job: Job) -> dict[str, Any]:
@@ -206,38 +242,30 @@ def plan_decode(job: Job, request: Request) -> tuple[Tile, ...]:
     )
 
 
-def _build_decode(job: Job, decoder: Any, strategy: Decode) -> DecodeVideo:
-    chunk = job.config.model.vae.chunk
-    settings = tile_settings(job.config, job.architecture)
-    dtype = next(decoder.parameters()).dtype
+def _build_decode(job: Job, decoder: Any, share: VaeShare) -> DecodeVideo:
+    chunk, dtype = job.config.model.vae.chunk, next(decoder.parameters()).dtype
+    adapted = share.adapt(decoder)
 
     def decode(latents: Tensor) -> Iterator[Tensor]:
         latents = latents.to(dtype)
-        if strategy == "whole":
-            yield from decoder.decode(latents, chunk)
-            return
-        latent_frames, latent_height, latent_width = latents.shape[2:]
-        tiles = plan_tiles(latent_frames, latent_height, latent_width, settings)
-        with torch.no_grad():
-            yield from decode_tiled(lambda part: decoder(part, chunk), latents, tiles)
+        if share.strategy in ("whole", "halo"):
+            yield from own_parts(adapted.decode(latents, chunk))
+        else:
+            yield from share.decode_tiles(lambda part: decoder(part, chunk), latents)
 
     return decode
 
 
-def _build_encode(job: Job, encoder: Any, strategy: Decode) -> EncodeVideo:
+def _build_encode(job: Job, encoder: Any, share: VaeShare) -> EncodeVideo:
     chunk, dtype = job.config.model.vae.chunk, next(encoder.parameters()).dtype
-    settings = tile_settings(job.config, job.architecture)
+    adapted = share.adapt(encoder) if share.shares_encode else encoder
 
     def encode(frames: Tensor) -> Tensor:
         frames = frames.to(dtype)
-        if strategy == "whole":
-            latents: Tensor = encoder(frames, chunk)
+        if share.strategy in ("whole", "halo"):
+            latents: Tensor = adapted(frames, chunk)
             return latents
-        time, space, _ = settings.compression
-        tiles = plan_tiles(
-            (frames.shape[2] - 1) // time + 1, frames.shape[3] // space, frames.shape[4] // space, settings
-        )
-        return encode_tiled(lambda part: encoder(part, chunk), frames, tiles)
+        return share.encode_tiles(lambda part: encoder(part, chunk), frames)
 
     return encode
 

@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from vgen.config import Config
 from vgen.families.sizes import SizeRule
+from vgen.parallel.plans import Limits
 from vgen.requests import Request
 
 
@@ -28,6 +29,12 @@ class Family(Protocol):
         """
 
     def size_rule(self, architecture: Any) -> SizeRule: ...
+
+    def pass_names(self, request: Request, config: Config) -> tuple[str, ...]:
+        """The transformer's passes of a step, the conditional one first."""
+
+    def limits(self, config: Config, requests: tuple[Request, ...], architecture: Any) -> Limits:
+        """What the model and its requests can be spread over; of several requests the tightest of each."""
 
     def validate(self, config: Config, requests: tuple[Request, ...], architecture: Any, checkpoint: Any) -> None:
         """The rules of this family alone.

@@ -7,10 +7,11 @@ from typing import Any
 from vgen import checkpoint_files
 from vgen.checkpoint_files import Checkpoint, TextEncoderFiles
 from vgen.config import Config, GuidanceConfig, SamplerConfig
-from vgen.families.sizes import SizeRule
+from vgen.families.sizes import SizeRule, halo_axis
 from vgen.models.ltx2.config import VIDEO_COMPRESSION, LTX2Config
 from vgen.models.ltx2.config_diffusers import from_diffusers
 from vgen.models.ltx2.config_official import from_official
+from vgen.parallel.plans import Limits
 from vgen.parallel.tiles import TileSettings
 from vgen.requests import Request
 from vgen.typed import ConfigurationError
@@ -62,6 +63,37 @@ def architecture_of(settings: Config, checkpoint: Checkpoint | None) -> LTX2Conf
 def size_rule(architecture: LTX2Config) -> SizeRule:  # noqa: ARG001
     time, space, _ = VIDEO_COMPRESSION
     return SizeRule(time, space, smallest=2 * space)
+
+
+def pass_names(request: Request, config: Config) -> tuple[str, ...]:
+    """As ``vgen.stages.passes.plan_passes`` plans them; a sound that is given is not guided."""
+    sampler = _sampler(config)
+    streams = [sampler.video, *([sampler.audio] if request.audio == "generate" else [])]
+    asked = {
+        "uncond": any(stream.cfg_scale != 1 for stream in streams),
+        "ptb": any(stream.stg_scale != 0 for stream in streams),
+        # With no sound the isolated pass would equal the conditional one.
+        "mod": request.audio != "none" and any(stream.modality_scale != 1 for stream in streams),
+    }
+    return ("cond", *(name for name, wanted in asked.items() if wanted))
+
+
+def limits(config: Config, requests: tuple[Request, ...], architecture: LTX2Config) -> Limits:
+    time, space, _ = VIDEO_COMPRESSION
+    smallest = min(requests, key=lambda request: request.height * request.width * request.num_frames)
+    height, width = (min(getattr(one, side) for one in requests) // space for side in ("height", "width"))
+    keyframes = sum(image.frame != 0 for image in smallest.images)
+    frames = (smallest.num_frames - 1) // time + 1 + keyframes
+    return Limits(
+        model=f"model={config.model.name}",
+        heads={"the attentions": architecture.transformer.num_attention_heads},
+        video_tokens=frames * (smallest.height // space) * (smallest.width // space),
+        passes=min((pass_names(request, config) for request in requests), key=len),
+        latent_height=height,
+        latent_width=width,
+        halo_axis=halo_axis(config, height, width),
+        prompts=len(requests),
+    )
 
 
 def tile_settings(config: Config) -> TileSettings:

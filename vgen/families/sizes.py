@@ -1,8 +1,9 @@
 """The sizes that a family can make, and the sentence for one that it cannot."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+from vgen.config import Config
 from vgen.typed import ConfigurationError
 
 
@@ -43,6 +44,17 @@ class SizeRule:
             _validate_multiple(
                 f"{where}.{name}", getattr(size, name), 2 * self.space, offset=0, smallest=2 * self.space
             )
+
+
+def halo_axis(config: Config, latent_height: int, latent_width: int) -> Literal["height", "width"] | None:
+    """Which side of the latents the VAE's ranks have to share line by line; None where they need not: ``auto`` shares
+    tiles where there are too few lines."""
+    parallel = config.parallel
+    if parallel.vae_strategy != "halo":
+        return None
+    if parallel.vae_split != "auto":
+        return parallel.vae_split
+    return "height" if latent_height >= latent_width else "width"
 
 
 def _validate_multiple(name: str, value: int, step: int, *, offset: int, smallest: int, why: str = "") -> None:

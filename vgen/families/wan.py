@@ -5,8 +5,9 @@ from typing import Any
 
 from vgen import wan_files
 from vgen.config import Config, FlowSamplerConfig
-from vgen.families.sizes import SizeRule
+from vgen.families.sizes import SizeRule, halo_axis
 from vgen.models.wan.config import WanArchitecture, architecture
+from vgen.parallel.plans import Limits
 from vgen.parallel.tiles import TileSettings
 from vgen.requests import Request
 from vgen.typed import ConfigurationError
@@ -57,6 +58,33 @@ def size_rule(architecture: WanArchitecture) -> SizeRule:
     space = PATCH * vae.scale_factor_spatial
     why = f" ({vae.scale_factor_spatial} pixels a latent, {PATCH} latents a token)"
     return SizeRule(vae.scale_factor_temporal, space, smallest=space, why=why)
+
+
+def pass_names(request: Request, config: Config) -> tuple[str, ...]:  # noqa: ARG001
+    """Of a guided step; with two experts one of them may be guided and the other not."""
+    sampler = flow_sampler(config)
+    guided = any(scale not in (None, 1) for scale in (sampler.guidance_scale, sampler.guidance_scale_2))
+    return ("cond", "uncond") if guided else ("cond",)
+
+
+def limits(config: Config, requests: tuple[Request, ...], architecture: WanArchitecture) -> Limits:
+    vae = architecture.vae
+    smallest = min(requests, key=lambda request: request.height * request.width * request.num_frames)
+    height, width = (
+        min(getattr(one, side) for one in requests) // vae.scale_factor_spatial for side in ("height", "width")
+    )
+    space = PATCH * vae.scale_factor_spatial
+    frames = (smallest.num_frames - 1) // vae.scale_factor_temporal + 1
+    return Limits(
+        model=f"model={config.model.name}",
+        heads={"the attentions": architecture.transformer.num_attention_heads},
+        video_tokens=frames * (smallest.height // space) * (smallest.width // space),
+        passes=pass_names(smallest, config),
+        latent_height=height,
+        latent_width=width,
+        halo_axis=halo_axis(config, height, width),
+        prompts=len(requests),
+    )
 
 
 def tile_settings(config: Config, architecture: WanArchitecture) -> TileSettings:

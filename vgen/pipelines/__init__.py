@@ -22,6 +22,13 @@ class Pipeline(Protocol):
             NumericsError: NaN or infinity after the first step or before decode.
         """
 
+    def follow(self, follower: Any, request: Request, sink: Sink, timer: Timer = ...) -> None:
+        """One request on a rank that only decodes.
+
+        Raises:
+            NumericsError: NaN or infinity before decode.
+        """
+
     def decode(
         self,
         decoders: Any,
@@ -37,9 +44,6 @@ class Pipeline(Protocol):
         Raises:
             NumericsError: NaN or infinity in the latents or the waveform.
         """
-
-    def pass_names(self, request: Request, sampler: Any) -> list[str]:
-        """The transformer's passes of a step."""
 
 
 def pipeline_of(job: Job) -> Pipeline:

@@ -9,7 +9,7 @@ from vgen.diffusion.guidance import Guidance
 from vgen.diffusion.schedule import build_sigmas, sigmas_from_list, start_at
 from vgen.metrics.timer import Timer, null_timer
 from vgen.models.ltx2.geometry import Geometry
-from vgen.pipelines.types import Components, Decoders, Sink
+from vgen.pipelines.types import Components, Decoders, Follower, Sink
 from vgen.progress import progress
 from vgen.requests import Request
 from vgen.residency import Residency
@@ -70,8 +70,24 @@ def generate(
     audio_latents = None
     if latents.audio is not None:
         audio_latents = unpack_audio(latents.audio, components.architecture.audio_decoder.latent_mel_bins)
+    components.hand_over(video_latents)
     sink.save_latents(video_latents, audio_latents)
-    decode(components.decoders, video_latents, audio_latents, sink, components.residency, timer, kept=sound)
+    if components.decoders is not None:
+        decode(components.decoders, video_latents, audio_latents, sink, components.residency, timer, kept=sound)
+
+
+def follow(follower: Follower, request: Request, sink: Sink, timer: Timer = null_timer) -> None:
+    """One request on a rank that only decodes: its part of the encode and of the decode.
+
+    Raises:
+        NumericsError: NaN or infinity before decode.
+    """
+    if follower.encode_video is not None and (request.images or request.video):
+        with timer("encode_video"), follower.residency.use("video_encoder"):
+            encode_images(follower.encode_video, request, follower.device, follower.dtype)
+            encode_clip(follower.encode_video, request, follower.device, follower.dtype)
+    # Not a stage of its own: the time of this is that of the ranks that denoise.
+    decode(follower.decoders, follower.receive(), None, sink, follower.residency, timer)
 
 
 def _encode(components: Components, request: Request, geometry: Geometry, timer: Timer) -> tuple[Inputs, Sound | None]:
@@ -99,10 +115,6 @@ def plan_request_passes(request: Request, sampler: SamplerConfig) -> tuple[Pass,
     if request.audio == "copy":
         return plan_passes(video, Guidance(), audio_is_given=True)
     return plan_passes(video, make_guidance(sampler.audio))
-
-
-def pass_names(request: Request, sampler: SamplerConfig) -> list[str]:
-    return [one.name for one in plan_request_passes(request, sampler)]
 
 
 def make_guidance(config: GuidanceConfig) -> Guidance:
@@ -137,7 +149,7 @@ def decode(
     check_finite("the video latents", video, "before decode")
     check_finite("the audio latents", audio, "before decode")
     sound = kept
-    if audio is not None and kept is None:
+    if audio is not None and kept is None and decoders.audio is not None:
         with timer("decode_audio"), residency.use("audio_decoder", "vocoder"):
             sound = decode_audio(decoders.audio, audio)
         check_finite("the waveform", sound.waveform, "after the vocoder")

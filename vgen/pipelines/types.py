@@ -12,14 +12,16 @@ from vgen.models.ltx2.transformer import LTX2Transformer
 from vgen.residency import Residency
 from vgen.stages.decode import AudioComponents, DecodeVideo, Sound
 from vgen.stages.denoise import Conditioning, Predict
-from vgen.stages.encode import Encoders
+from vgen.stages.encode import Encoders, EncodeVideo
 from vgen.stages.text import EncodePrompts
 
 
 @dataclass(frozen=True)
 class Decoders:
+    """``audio`` is None on a rank that decodes its part of the video only."""
+
     decode_video: DecodeVideo
-    audio: AudioComponents
+    audio: AudioComponents | None
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,30 @@ class Components:
     """A model ready to run: built and transformed by ``vgen.transforms``.
 
     ``encoders`` is None where no request brings an image, a clip or a sound. ``residency`` knows which parts wait in
-    host memory: what a stage needs is used within ``residency.use(part, …)``.
+    host memory: what a stage needs is used within ``residency.use(part, …)``. ``decoders`` is None on a rank that only
+    denoises; ``hand_over`` gives the final video latents to ranks that only decode.
     """
 
     architecture: LTX2Config
     encode_prompts: EncodePrompts
     transformer: LTX2Transformer
     make_predict: Callable[[Conditioning], Predict]
-    decoders: Decoders
+    decoders: Decoders | None
     encoders: Encoders | None
+    residency: Residency
+    device: torch.device
+    dtype: torch.dtype
+    hand_over: Callable[[Tensor], None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A rank that only decodes. ``encode_video`` is None where no request brings an image or a clip; ``receive`` waits
+    for the final video latents ``[1, C, F, H, W]``."""
+
+    decoders: Decoders
+    encode_video: EncodeVideo | None
+    receive: Callable[[], Tensor]
     residency: Residency
     device: torch.device
     dtype: torch.dtype

@@ -36,15 +36,30 @@ class WanDecoders:
 @dataclass(frozen=True)
 class WanComponents:
     """A model ready to run. ``encoders`` is None where no request brings an image; ``boundary`` where there is one
-    transformer."""
+    transformer, ``decoders`` on a rank that only denoises. ``hand_over`` gives the final latents to ranks that only
+    decode."""
 
     architecture: WanArchitecture
     encode_prompts: EncodePrompts
     experts: Mapping[Expert, WanTransformer]
     boundary: float | None
     build_predict: Callable[[WanTransformer, WanConditioning], Predict]
+    decoders: WanDecoders | None
+    encoders: WanEncoders | None
+    residency: Residency
+    device: torch.device
+    hand_over: Callable[[Tensor], None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class WanFollower:
+    """A rank that only decodes. ``encoders``, without an image encoder, is None where no request brings an image;
+    ``receive`` waits for the final latents ``[1, C, T, h, w]``."""
+
+    architecture: WanArchitecture
     decoders: WanDecoders
     encoders: WanEncoders | None
+    receive: Callable[[], Tensor]
     residency: Residency
     device: torch.device
 
@@ -83,11 +98,24 @@ def generate(
 
         latents = denoise(make_predict, conditioning, noise, plans, components.residency, on_step)
 
+    components.hand_over(latents)
     sink.save_latents(latents, None)
-    decode(components.decoders, latents, None, sink, components.residency, timer)
+    if components.decoders is not None:
+        decode(components.decoders, latents, None, sink, components.residency, timer)
 
 
-def _encode(components: WanComponents, request: Request, timer: Timer) -> WanInputs:
+def follow(follower: WanFollower, request: Request, sink: Sink, timer: Timer = null_timer) -> None:
+    """One request on a rank that only decodes: its part of the encode and of the decode.
+
+    Raises:
+        NumericsError: NaN or infinity before decode.
+    """
+    _encode(follower, request, timer)
+    # Not a stage of its own: the time of this is that of the ranks that denoise.
+    decode(follower.decoders, follower.receive(), None, sink, follower.residency, timer)
+
+
+def _encode(components: WanComponents | WanFollower, request: Request, timer: Timer) -> WanInputs:
     encoders = components.encoders
     if encoders is None or not request.images:
         return WanInputs()
@@ -126,11 +154,6 @@ def plan_request(sampler: FlowSamplerConfig, boundary: float | None) -> tuple[St
 def is_guided(plans: tuple[StepPlan, ...]) -> bool:
     """Whether the negative prompt is read at all."""
     return any(plan.guidance != 1 for plan in plans)
-
-
-def pass_names(request: Request, sampler: FlowSamplerConfig) -> list[str]:  # noqa: ARG001
-    guided = any(scale not in (None, 1) for scale in (sampler.guidance_scale, sampler.guidance_scale_2))
-    return ["cond", "uncond"] if guided else ["cond"]
 
 
 def decode(

@@ -27,16 +27,6 @@ class AudioComponents:
     sample_rate: int
 
 
-def decode_whole(decoder: nn.Module) -> DecodeVideo:
-    """The exact decode: all latents at once."""
-
-    def decode(latents: Tensor) -> Iterator[Tensor]:
-        with torch.no_grad():
-            yield decoder(latents)
-
-    return decode
-
-
 def decode_audio(components: AudioComponents, latents: Tensor) -> Sound:
     """``[1, C, T, M]`` audio latents to sound."""
     with torch.no_grad():

@@ -1,12 +1,13 @@
 """Images, clips and sound to latents."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vgen import media_in, media_probe
 from vgen.models.ltx2.audio_encoder import AudioEncoder, fit_latents
@@ -23,14 +24,18 @@ notice = logging.getLogger("vgen.notice")
 USUAL_SAMPLE_RATE = 48000
 
 
+EncodeVideo = Callable[[Tensor], Tensor]
+"""Frames ``[1, 3, F, H, W]`` in [-1, 1] to latents ``[1, C, f, h, w]``."""
+
+
 @dataclass(frozen=True)
 class Encoders:
-    video: nn.Module
+    video: EncodeVideo
     audio: AudioEncoder
 
 
 def encode_images(
-    encoder: nn.Module, request: Request, device: torch.device, dtype: torch.dtype
+    encoder: EncodeVideo, request: Request, device: torch.device, dtype: torch.dtype
 ) -> tuple[EncodedImage, ...]:
     """The request's images in their order, each encoded as a clip of one frame."""
     encoded = []
@@ -40,7 +45,7 @@ def encode_images(
     return tuple(encoded)
 
 
-def encode_clip(encoder: nn.Module, request: Request, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+def encode_clip(encoder: EncodeVideo, request: Request, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """``request.video`` as latents in token layout, ``[1, F*H*W, C]``; None without one.
 
     Encoded whole, which is exact. (The official code encodes in tiles of 768 pixels and 80 frames.)
@@ -51,9 +56,9 @@ def encode_clip(encoder: nn.Module, request: Request, device: torch.device, dtyp
     return pack_video(_encode(encoder, pixels, device, dtype))
 
 
-def _encode(encoder: nn.Module, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _encode(encoder: EncodeVideo, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
-        latents: Tensor = encoder(pixels.to(device))
+        latents = encoder(pixels.to(device))
     return latents.to(dtype)
 
 

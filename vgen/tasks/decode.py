@@ -13,7 +13,7 @@ from vgen.pipelines import pipeline_of
 from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.encode import kept_sound
-from vgen.tasks.samples import SampleWriter
+from vgen.tasks.samples import NullSink, SampleWriter
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
 
@@ -27,31 +27,38 @@ def run(context: TaskContext) -> RankResult:
     timer = StageTimer(device)
     plan = planning.plan_run(job, [_request_of(path) for path in files], device, transforms.decoders_of(job))
     result.active = plan.active()
+    if context.mesh.vae_rank is None:
+        return result  # a plan whose ranks all denoise has ranks that do not decode
     residency = Residency(device, {}, {})
     with timer("load"):
-        decoders = transforms.build_decoders(job, device, residency, plan.decode)
+        decoders = transforms.build_decoders(job, device, residency, plan.decode, context.mesh)
     result.add_once(timer)
     for path in mine:
         timer = StageTimer(device)
-        sink = _decode_file(context, decoders, residency, path, timer)
+        writer = _decode_file(context, decoders, residency, path, timer)
         result.add_request(timer)
-        result.outputs.append(sink.row())
+        if writer is not None:
+            result.outputs.append(writer.row())
     return result
 
 
 def _decode_file(
     context: TaskContext, decoders: Any, residency: Residency, path: Path, timer: StageTimer
-) -> SampleWriter:
+) -> SampleWriter | None:
+    """The writer of the files, on the rank that has one."""
     config = context.job.config
     video, audio, metadata = media.load_latents(path)
     request = _request_in(path, metadata)
-    sink = SampleWriter(request, context.job.out_dir, config.output)
-    sink.save_latents(video, audio)
+    writer = SampleWriter(request, context.job.out_dir, config.output) if context.is_first else None
+    if writer is not None:
+        writer.save_latents(video, audio)
     dtype = transforms.latents_dtype(context.job)
     on_device = [None if latents is None else latents.to(context.device, dtype) for latents in (video, audio)]
     assert on_device[0] is not None
-    pipeline_of(context.job).decode(decoders, on_device[0], on_device[1], sink, residency, timer, kept_sound(request))
-    return sink
+    pipeline_of(context.job).decode(
+        decoders, on_device[0], on_device[1], writer or NullSink(), residency, timer, kept_sound(request)
+    )
+    return writer
 
 
 def _request_of(path: Path) -> Request:

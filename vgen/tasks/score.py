@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vgen import media, planning, transforms
 from vgen.config import Config, ImageConfig
+from vgen.families import family_of
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.mel import log_mel
@@ -167,7 +168,7 @@ def _run_share(context: TaskContext, cases: Sequence[Case]) -> tuple[RankResult,
     with timer("load"):
         components = transforms.build_components(job, device, plan.decode, [case.request for case in mine], timer)
     result.add_once(timer)
-    passes = pipeline_of(job).pass_names(job.requests[0], job.config.sampler)
+    passes = family_of(job.config).pass_names(job.requests[0], job.config)
     result.active = {**plan.active(), "passes": passes}
     with progress("score", len(mine) + len(trips)) as bar:
         outcomes, made = [], []
@@ -204,7 +205,7 @@ def _run_round_trip(components: Components | WanComponents, request: Request, nu
     if isinstance(components, WanComponents):
         return RoundTrip(number, _trip_wan(components, video), None, None)
     encoders, decoders, device = components.encoders, components.decoders, components.device
-    assert encoders is not None
+    assert encoders is not None and decoders is not None and decoders.audio is not None
     sound_config = encoders.audio.config
     samples = round(request.num_frames / request.fps * sound_config.sample_rate)
     waveform = render_sound([scene], samples, sound_config.sample_rate)
@@ -226,7 +227,7 @@ def _run_round_trip(components: Components | WanComponents, request: Request, nu
 def _trip_wan(components: WanComponents, video: Tensor) -> float:
     """``video`` ``[1, 3, F, H, W]`` through the VAE: PSNR."""
     encoders, decoders = components.encoders, components.decoders
-    assert encoders is not None
+    assert encoders is not None and decoders is not None
     with torch.no_grad():
         with components.residency.use("video_encoder"):
             latents = encoders.encode_video(video.to(components.device)).float()

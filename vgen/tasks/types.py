@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vgen.components.ranks import ALONE, is_first
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer, reduce_max
+from vgen.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -15,16 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskContext:
-    """One rank's view of its job. ``data_rank``: which share of the prompts this rank makes."""
+    """One rank's view of its job. ``mesh``: its place among the ranks."""
 
     job: Job
     device: torch.device
-    data_rank: int
-    data_size: int
+    mesh: Mesh = ALONE
     log: Callable[[Mapping[str, Any], int | None], None] = lambda *_: None
     """Numbers of one step, for the tracker."""
     log_image: Callable[[str, "Image", int | None], None] = lambda *_: None
     """A picture of one step, likewise."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the prompts this rank's replica makes."""
+        return self.mesh.data_rank
+
+    @property
+    def data_size(self) -> int:
+        return self.job.plan.data_size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank of its replica that has the frames and writes the files."""
+        return is_first(self.mesh)
 
 
 @dataclass
