@@ -30,6 +30,11 @@ _STALE_NAMES = frozenset(
     }
 )
 
+# NCCL's watchdog sleeps four times this before it ends a rank whose collective timed out, for flight records to be
+# written: torch's 15 s would make a minute of it, after the timeout (getDumpTimeout in torch's ProcessGroupNCCL.cpp).
+_DUMP_WAIT, _DUMP_WAIT_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 500
+_DUMP_WAIT_NAMES = (_DUMP_WAIT, "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC")  # the second is newer torch's
+
 # Job ids map into a range below the kernel's ephemeral ports (from 32768), where no outgoing connection sits.
 _FIRST_JOB_PORT, _JOB_PORTS = 20000, 12000
 
@@ -102,7 +107,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Environment of one rank: `base` without an outer launcher's variables, plus this job's own.
 
-    CUDA_VISIBLE_DEVICES and NCCL_* stay as they are; OMP_NUM_THREADS is this rank's share of the cores unless set.
+    CUDA_VISIBLE_DEVICES and NCCL_* stay as they are; OMP_NUM_THREADS is this rank's share of the cores unless set, and
+    NCCL's watchdog ends a rank at once unless it is told how long to wait.
     """
     kept = {
         name: value
@@ -111,6 +117,8 @@ def rank_environment(
     }
     if not kept.get("OMP_NUM_THREADS"):
         kept["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    if not any(kept.get(name) for name in _DUMP_WAIT_NAMES):
+        kept[_DUMP_WAIT] = str(_DUMP_WAIT_MS)
     return kept | {
         "RANK": str(node_rank * local_world_size + local_rank),
         "LOCAL_RANK": str(local_rank),

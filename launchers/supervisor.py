@@ -1,7 +1,8 @@
 """Starts the rank processes of one job on this machine, watches them, and leaves none behind.
 
 Files in the job's folder: `ranks/rank<N>.log` (all that rank N writes) and, from a rank that fails,
-`ranks/rank<N>.error.json` (see `launchers.rank.write_error`). N is the global rank.
+`ranks/rank<N>.error.json` (see `launchers.rank.write_error`). N is the global rank. A rank that keeps one has
+`ranks/rank<N>.at` (see `launchers.notes`).
 
 A rank inherits no terminal. Where the console is one, global rank 0 gets VGEN_TERMINAL=1, COLUMNS, LINES, and a pipe
 to it (`launchers.rank.console_stream`) that bypasses its log: progress bars reach the screen untouched by what
@@ -25,6 +26,7 @@ from typing import Any, BinaryIO, cast
 from launchers.environment import NodeLayout, free_port, node_layout, rank_environment
 from launchers.failure import Ending, RankFailure, first_failure, read_error
 from launchers.guard import Guard
+from launchers.notes import note_file, read_note
 from launchers.output import RankOutput, Show
 from launchers.rank import die_with_parent, error_file
 
@@ -149,6 +151,7 @@ class _Rank:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], out_dir: Path, show: Show) -> None:
         self.number = int(environ["RANK"])
         self.error_file = error_file(out_dir, self.number)
+        self.note_file = note_file(out_dir, self.number)
         self.output = RankOutput(self.number, out_dir / "ranks" / f"rank{self.number}.log", show)
         self.ended = False
         self.status: int | None = None
@@ -250,10 +253,12 @@ def _supervise(
                 rank.attach_output()
             failed = _watch(ranks, signals, grace_s)
             if failed:
+                # Before anything is ended: a rank that stalled may wake up.
+                notes = {rank.number: note for rank in ranks if (note := read_note(rank.note_file)) is not None}
                 time.sleep(SETTLE_S)
         finally:
             _end(ranks, signals, grace_s)
-    return first_failure([rank.ending() for rank in ranks]) if failed else None
+    return first_failure([rank.ending() for rank in ranks], notes) if failed else None
 
 
 def _watch(ranks: Sequence[_Rank], signals: _Signals, grace_s: float) -> bool:
@@ -314,7 +319,7 @@ def _prepare_folder(folder: Path, *, alone: bool) -> None:
     """Makes the folder of the ranks and clears it of an earlier try's files, unless other nodes write there too."""
     folder.mkdir(parents=True, exist_ok=True)
     if alone:
-        for old in [*folder.glob("rank*.log"), *folder.glob("rank*.error.json")]:
+        for old in [file for name in ("rank*.log", "rank*.error.json", "rank*.at") for file in folder.glob(name)]:
             old.unlink()
 
 

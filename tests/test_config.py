@@ -53,11 +53,14 @@ def test_every_option_composes_and_validates(group: str, option: str, tmp_path: 
         overrides.append("task=bench_decode")  # a video needs an image
     if option in ("unipc", "euler"):
         overrides.append("model=wan_tiny")
+    if group == "graph" and "cuda" in option:
+        with pytest.raises(ConfigurationError, match=f"graph={option} captures CUDA graphs"):
+            check(*overrides)
     if option == "uly8":
         with pytest.raises(ConfigurationError, match=r"ulysses_size=8 does not divide the 4 heads .*use 4, or for"):
             check(*overrides)
         overrides.append("model=wan_tiny")  # 8 heads
-    config = check(*overrides)
+    config = check(*overrides, num_gpus=None)
     assert from_mapping(to_mapping(config)) == config
 
 
@@ -106,6 +109,9 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("parallel.vae_size=2 parallel.vae_strategy=whole", "whole decodes on one rank.*use halo"),
         ("parallel.vae_strategy=strips", "is not a choice; use one of: auto, whole, tile, tile_balanced, halo"),
         ("task=score parallel=cfg2", "task=score spreads prompts over ranks and nothing else"),
+        ("graph.max_graphs=0", "too few; give 1 or more"),
+        ("graph.scope=step", "not built yet"),
+        ("graph=cuda", "on the CPU; use graph=compile or graph=eager"),
         ("sampler.steps=0", "denoises nothing"),
         ("sampler.video.cfg_scale=nan", "not a scale"),
         ("sampler.audio.rescale_scale=1.5", "outside 0"),
@@ -172,6 +178,19 @@ def test_the_distilled_schedule_has_the_steps_that_validation_asks_for() -> None
     from vgen.diffusion.schedule import DISTILLED_SIGMAS
 
     assert len(DISTILLED_SIGMAS) - 1 == DISTILLED_STEPS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("model.offload=stages", "keeps the addresses of the weights, which model.offload=stages moves"),
+        ("graph.strict=true", "bench.warmup=0 has none"),
+    ],
+)
+def test_what_a_captured_graph_needs(overrides: str, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        check("graph=compile_cuda", overrides, num_gpus=1)
+    check("graph=compile_cuda", "graph.strict=true", "bench.warmup=1", num_gpus=1)
 
 
 def test_inline_needs_one_rank() -> None:

@@ -10,14 +10,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.architectures import architecture
+from tests.ranks import run_ranks
 from vgen import ltx2_memory, memory
 from vgen.ltx2_memory import GUIDANCE_TENSORS, TextSizes, denoise_bytes, estimate, rope_bytes
-from vgen.memory import GIB, Activations, choose_decode, describe, fit, predict
+from vgen.memory import (
+    GIB,
+    Activations,
+    Choice,
+    Decode,
+    DecodeAttempt,
+    Prediction,
+    Spread,
+    Strategy,
+    VaeWork,
+    choose_decode,
+    decode_ladder,
+    describe,
+    fit,
+    predict,
+)
 from vgen.models.ltx2.audio_encoder import AudioEncoder
 from vgen.models.ltx2.audio_vae import AudioDecoder
 from vgen.models.ltx2.bandwidth import BandwidthExtendedVocoder
@@ -33,11 +50,16 @@ from vgen.models.ltx2.config import (
 )
 from vgen.models.ltx2.connectors import normalise_states
 from vgen.models.ltx2.geometry import Geometry
+from vgen.models.ltx2.plan import PLAN
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream
 from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.models.ltx2.vocoder import Vocoder
-from vgen.parallel.tiles import TileSettings, decode_tiled, plan_tiles
+from vgen.parallel.plans import ParallelPlan
+from vgen.parallel.tile_parallel import decode_tiles_parallel
+from vgen.parallel.tiles import Tile, TileSettings, decode_tiled, plan_tiles
+from vgen.parallel.ulysses import apply_ulysses
+from vgen.parallel.vae import from_vae
 from vgen.typed import ConfigurationError
 
 LTX_2_0 = architecture("ltx2")
@@ -45,7 +67,7 @@ TRANSFORMER_2_0, VOCODER_2_0 = LTX_2_0.transformer, LTX_2_0.vocoder
 ENCODER_2_0, DECODER_2_0 = LTX_2_0.video_encoder, LTX_2_0.video_decoder
 FULL = Geometry(latent_frames=16, latent_height=24, latent_width=40, fps=24.0, audio_tokens=126)
 GEMMA = TextSizes(tokens=1024, hidden_size=3840, intermediate_size=15360, num_states=49)
-TILES = plan_tiles(16, 24, 40, TileSettings())
+TILES: dict[Decode, tuple[Tile, ...]] = {"tile": plan_tiles(16, 24, 40, TileSettings())}
 WEIGHTS_2_0 = {
     "text_encoder": 23532_074_000,
     "connectors": 2_862_945_000,
@@ -67,8 +89,8 @@ def test_a_step_alone_as_measured() -> None:
 
 def test_decodes_as_measured() -> None:
     weights = WEIGHTS_2_0["video_decoder"]
-    assert (weights + ESTIMATE_2_0.decode_video_whole) / GIB == pytest.approx(6.4, rel=0.02)
-    assert (weights + ESTIMATE_2_0.decode_video_tile) / GIB == pytest.approx(2.2, rel=0.1)
+    assert (weights + ESTIMATE_2_0.decode_video["whole"].size) / GIB == pytest.approx(6.4, rel=0.02)
+    assert (weights + ESTIMATE_2_0.decode_video["tile"].size) / GIB == pytest.approx(2.2, rel=0.1)
 
 
 def test_whole_runs_as_measured() -> None:
@@ -249,6 +271,176 @@ def test_tiled_decode_is_what_the_tiles_allocate() -> None:
     assert peak_of(decode) == pytest.approx(predicted, rel=0.08)
 
 
+@pytest.fixture(scope="module")
+def shared_peaks() -> list[dict[str, tuple[int, int]]]:
+    return run_ranks(2, measure_shared)
+
+
+def measure_shared() -> dict[str, tuple[int, int]]:
+    """Of one of two ranks: bytes that were alive, and bytes predicted of the first one, by what is done."""
+    memory.CONVOLUTION_WORKSPACE = ltx2_memory.CONVOLUTION_WORKSPACE = 0
+    return {**measure_ulysses(), **measure_bands(), **measure_shared_tiles()}
+
+
+def measure_ulysses() -> dict[str, tuple[int, int]]:
+    config = dataclasses.replace(
+        TRANSFORMER_2_0,
+        num_layers=2,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        audio_attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        caption_channels=16,
+    )
+    # 3689 tokens: an odd number.
+    geometry = Geometry(latent_frames=7, latent_height=17, latent_width=31, fps=24.0, audio_tokens=9)
+    transformer, tokens = randomized(LTX2Transformer(config)), geometry.video_tokens
+    apply_ulysses(transformer, PLAN, dist.group.WORLD)
+    sigma, text = torch.tensor([0.5]), (torch.randn(1, 32, 16), torch.randn(1, 32, 16))
+
+    def step() -> None:
+        rope = transformer.rope_tables(geometry, "cpu", torch.float32)
+        text_video, text_audio = (
+            transformer.prepare_text(one, name) for one, name in zip(text, ("video", "audio"), strict=True)
+        )
+        video, audio = torch.randn(1, tokens, 4), torch.randn(1, 9, 4)
+        transformer(Stream(video, sigma, sigma, text_video), Stream(audio, sigma, sigma, text_audio), rope)
+
+    spread = Spread(ParallelPlan(ulysses_size=2))
+    predicted = denoise_bytes(config, geometry, 32, 1, 4, spread=spread) + rope_bytes(config, geometry, 4)
+    return {"ulysses": (peak_of(step), predicted - GUIDANCE_TENSORS * (tokens + 9) * 4 * 4)}
+
+
+def measure_bands() -> dict[str, tuple[int, int]]:
+    config, latents = SMALL_DECODERS["2.0"], (3, 4, 7)
+    decoder = randomized(VideoDecoder(config)).to(memory_format=torch.channels_last_3d)
+    spread = Spread(ParallelPlan(vae_size=2), side="width", lines=7)
+    adapted, x = from_vae(decoder, "width", dist.group.WORLD), torch.randn(1, config.latent_channels, *latents)
+    work = ltx2_memory._decodes(config, latents, {}, 4, spread)
+    # Narrow as it is, the decoder's own worst moment is not the first rank's: the second one shows that.
+    found = {
+        "decode": (peak_of(lambda: adapted(x)), work["halo"].size),
+        "band": (peak_of(lambda: adapted(x)), ltx2_memory.decode_bytes(config, (3, 4, 3), 4)),
+    }
+    encoder_config = VideoEncoderConfig(3, 8, 4, SMALL_ENCODERS["2.0"], "zeros")
+    encoder = randomized(VideoEncoder(encoder_config)).to(memory_format=torch.channels_last_3d)
+    adapted, clip = from_vae(encoder, "width", dist.group.WORLD), torch.randn(1, 3, 17, 64, 224)
+    encodes = ltx2_memory._encodes(encoder_config, (17, 2, 7), {}, 4, spread)
+    return {**found, "encode": (peak_of(lambda: adapted(clip)) + clip.nbytes, encodes["halo"].size)}
+
+
+def measure_shared_tiles() -> dict[str, tuple[int, int]]:
+    config, latents = SMALL_DECODERS["2.0"], (9, 4, 6)
+    decoder = randomized(VideoDecoder(config)).to(torch.bfloat16, memory_format=torch.channels_last_3d)
+    x = torch.randn(1, config.latent_channels, *latents, dtype=torch.bfloat16)
+    tiles = plan_tiles(*latents, TileSettings(tile_size=128, tile_overlap=32, tile_frames=32, tile_frames_overlap=8))
+    found = {}
+    for name, dtype in (("sum", None), ("fp32 sum", torch.float32)):
+
+        def decode(dtype: torch.dtype | None = dtype) -> None:
+            frames = decode_tiles_parallel(decoder, x, tiles, dist.group.WORLD, to_first_only=True, sum_dtype=dtype)
+            if frames is not None:
+                frames.to(torch.uint8)
+
+        spread = Spread(ParallelPlan(vae_size=2), fp32_sums=dtype is not None)
+        found[name] = (peak_of(decode), ltx2_memory._decodes(config, latents, {"tile": tiles}, 2, spread)["tile"].size)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "tolerance"),
+    [
+        ("ulysses", 0, 0.05),
+        ("ulysses", 1, 0.05),
+        ("decode", 0, 0.1),  # the other rank's band is the shorter one here
+        ("band", 1, 0.02),
+        ("encode", 0, 0.03),
+        ("sum", 0, 0.01),
+        ("fp32 sum", 0, 0.01),
+    ],
+)
+def test_a_rank_of_several_allocates_what_is_predicted(
+    what: str, rank: int, tolerance: float, shared_peaks: list[dict[str, tuple[int, int]]]
+) -> None:
+    measured, predicted = shared_peaks[rank][what]
+    assert measured == pytest.approx(predicted, rel=tolerance)
+
+
+def test_the_first_rank_needs_most(shared_peaks: list[dict[str, tuple[int, int]]]) -> None:
+    first, last = shared_peaks
+    # But for the copies of tables that the last one makes where tokens do not divide.
+    assert all(last[what][0] <= first[what][0] for what in first.keys() - {"ulysses"})
+
+
+def test_the_passes_of_all_ranks_are_there_together() -> None:
+    one, many = (ParallelPlan(cfg_size=size) for size in (1, 2))
+    assert [Spread(one).exchanged_passes(3), Spread(many).exchanged_passes(1)] == [0, 0]
+    # Two turns: own outputs, those packed, and those of two ranks.
+    assert Spread(many).exchanged_passes(3) == 2 + 2 + 4
+    narrow = dataclasses.replace(TRANSFORMER_2_0, num_attention_heads=1, attention_head_dim=2)
+    with_exchange, without = (
+        denoise_bytes(narrow, FULL, 1, 1, 2, passes=3, spread=Spread(plan)) for plan in (many, one)
+    )
+    assert with_exchange > without
+    assert with_exchange >= 8 * (15360 + 126) * 128 * 4
+
+
+def test_what_a_rank_of_many_needs_at_full_size() -> None:
+    def needs(size: int) -> Activations:
+        plan = ParallelPlan(ulysses_size=size, vae_size=size)
+        spread = Spread(plan, side="width", lines=40)
+        return estimate(LTX_2_0, FULL, GEMMA, TILES, value_bytes=2, contexts=2, encoded_frames=121, spread=spread)
+
+    alone, two, eight = (needs(size) for size in (1, 2, 8))
+    assert "halo" not in alone.decode_video and "halo" not in alone.encode_video
+    tokens = 15360 * 11 * 4096 * 2
+    assert alone.denoise - two.denoise == tokens / 2 and alone.denoise - eight.denoise == tokens * 7 / 8
+    assert two.decode_video["halo"].size == ltx2_memory.decode_bytes(DECODER_2_0, (16, 24, 20), 2)
+    assert two.decode_video["halo"].largest_tensor == 123 * 194 * 162 * 128
+    # From some number of ranks on it is the frames, and the bytes that are made of them.
+    assert eight.decode_video["halo"].size == 3 * 121 * 768 * 1280 * 3
+    tile = ltx2_memory.shared_tiles_bytes(DECODER_2_0, (16, 24, 40), TILES["tile"], 2, 2)
+    assert two.decode_video["tile"].size == eight.decode_video["tile"].size == tile > 0
+    assert alone.encode_video["whole"] == two.encode_video["tile"]
+    assert two.encode_video["halo"].size == ltx2_memory.encode_bytes(ENCODER_2_0, (121, 768, 1280), 2, (121, 768, 640))
+
+
+def test_a_clip_is_encoded_in_bands_only_where_all_ranks_have_one() -> None:
+    for plan, shared in ((ParallelPlan(1, 2, 1, 2), True), (ParallelPlan(1, 2, 2, 2), False), (ParallelPlan(), False)):
+        spread = Spread(plan, lines=24)
+        assert spread.shares_encode is shared
+        encodes = ltx2_memory._encodes(ENCODER_2_0, (121, 24, 40), {}, 2, spread)
+        if plan.vae_size > 1:
+            assert (encodes["halo"].size < encodes["whole"].size) is shared
+
+
+@pytest.mark.parametrize(
+    ("chunk", "chunked", "rungs"), [(None, True, [10, 5, 2, 1]), (4, True, [2, 1]), (1, True, []), (None, False, [])]
+)
+@pytest.mark.parametrize("decode", ["whole", "halo"])
+def test_an_exact_decode_is_tried_again_with_shorter_chunks_only(
+    decode: Decode, chunk: int | None, chunked: bool, rungs: list[int]
+) -> None:
+    attempt = DecodeAttempt(decode, chunk, TileSettings())
+    assert decode_ladder(attempt, 21, chunked=chunked) == tuple(
+        dataclasses.replace(attempt, chunk=one) for one in rungs
+    )
+
+
+@pytest.mark.parametrize("decode", memory.TILED)
+def test_tiles_are_tried_again_smaller(decode: Decode) -> None:
+    attempt = DecodeAttempt(decode, None, TileSettings(tile_size=512, tile_overlap=64))
+    rungs = decode_ladder(attempt, 16, chunked=False)
+    assert [rung.tiles.tile_size for rung in rungs] == [256, 128]  # 64 is the overlap
+    assert {(rung.decode, rung.chunk, rung.tiles.tile_frames) for rung in rungs} == {(decode, None, 64)}
+    settings = TileSettings(480, 32, None, 0, (4, 16, 16))
+    wan = decode_ladder(DecodeAttempt(decode, 2, settings), 21, chunked=True)
+    assert [(rung.chunk, rung.tiles.tile_size) for rung in wan] == [(1, 480), (1, 240), (1, 112), (1, 48)]
+
+
 def test_largest_tensor_is_the_one_that_convolutions_refuse() -> None:
     assert ltx2_memory.largest_decode_tensor(DECODER_2_0, (16, 24, 40)) == 123 * 194 * 322 * 128
     assert ltx2_memory.largest_decode_tensor(DECODER_2_0, (33, 24, 40)) < memory.LARGEST_TENSOR
@@ -285,7 +477,7 @@ def test_images_cost_their_stage_and_rows_per_token() -> None:
         for n in (0, 1)
     )
     assert conditioned.denoise - plain.denoise == 3 * 15360 * 4096 * 2
-    assert conditioned.encode_video == ltx2_memory.encode_bytes(ENCODER_2_0, (1, 768, 1280), 2)
+    assert conditioned.encode_video["whole"].size == ltx2_memory.encode_bytes(ENCODER_2_0, (1, 768, 1280), 2)
 
 
 def test_encoding_a_clip_takes_about_what_decoding_it_does() -> None:
@@ -324,17 +516,33 @@ def no_workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def work() -> Activations:
-    sizes = in_gib(
-        text_encode=10,
-        encode_video=0,
-        encode_audio=0,
-        denoise=20,
-        decode_video_whole=90,
-        decode_video_tile=30,
-        decode_audio=7,
-        kept=4,
+    sizes = in_gib(text_encode=10, encode_audio=0, denoise=20, decode_audio=7, kept=4)
+    decodes: dict[Decode, VaeWork] = {
+        "whole": VaeWork(90 * GIB, 1000),
+        "tile": VaeWork(30 * GIB, 100),
+        "halo": VaeWork(50 * GIB, 500),
+    }
+    return Activations(**sizes, decode_video=decodes, encode_video={})
+
+
+def with_largest(work: Activations, stage: str, elements: int) -> Activations:
+    """``work`` with a tensor of ``elements`` in every way through ``stage`` but tiles."""
+    ways: tuple[Decode, ...] = ("whole", "halo")
+    return dataclasses.replace(
+        work, **{stage: {**getattr(work, stage), **{way: VaeWork(GIB, elements) for way in ways}}}
     )
-    return Activations(**sizes, largest_decode_tensor=1000, largest_encode_tensor=1000)
+
+
+def choose(
+    strategy: Strategy,
+    work: Activations,
+    free_bytes: int,
+    margin: float = 0.0,
+    spread: Spread = memory.ALONE,
+) -> tuple[Prediction, Choice]:
+    choice = choose_decode(strategy, spread, memory.find_obstacle(WEIGHTS, work, "none", free_bytes, margin))
+    memory.validate_tensors(work, choice.decode)
+    return predict(WEIGHTS, work, "none", choice.decode), choice
 
 
 def test_everything_is_there_without_offload(work: Activations) -> None:
@@ -367,18 +575,18 @@ def test_with_stages_each_has_only_its_own(work: Activations) -> None:
 
 
 def test_a_clip_that_no_convolution_can_encode_is_refused(work: Activations) -> None:
-    huge = dataclasses.replace(work, largest_encode_tensor=memory.LARGEST_TENSOR + 1)
+    huge = with_largest(work, "encode_video", memory.LARGEST_TENSOR + 1)
     with pytest.raises(ConfigurationError, match=r"request\.video cannot be encoded at this size"):
-        choose_decode("tile", WEIGHTS, huge, "none", 1000 * GIB)
+        choose("whole", huge, 1000 * GIB)
 
 
 def test_limits_of_a_stage_that_a_task_lacks_do_not_count(work: Activations) -> None:
-    huge = dataclasses.replace(
-        work, largest_encode_tensor=memory.LARGEST_TENSOR + 1, largest_decode_tensor=memory.LARGEST_TENSOR + 1
-    )
+    huge = with_largest(work, "encode_video", memory.LARGEST_TENSOR + 1)
+    huge = with_largest(huge, "decode_video", memory.LARGEST_TENSOR + 1)
     step = huge.without(["encode_video", "decode_video", "decode_audio", "text_encode", "encode_audio"])
-    prediction, sentence = choose_decode("whole", WEIGHTS, step, "none", 1000 * GIB)
-    assert set(prediction.stages) == {"denoise"} and sentence is None
+    for strategy in ("whole", "auto"):
+        prediction, choice = choose(strategy, step, 1000 * GIB)
+        assert set(prediction.stages) == {"denoise"} and choice.decode == "whole"
 
 
 def test_what_fits_passes_in_silence(work: Activations) -> None:
@@ -394,6 +602,8 @@ def test_what_fits_passes_in_silence(work: Activations) -> None:
         ("none", "whole", 80, r"use model.offload=stages parallel.vae_strategy=tile \(80.0 GiB\)"),
         ("text_encoder", "whole", 130, r"use model.offload=stages \(97.0 GiB\)"),
         ("stages", "whole", 90, r"use parallel.vae_strategy=tile \(80.0 GiB\)"),
+        ("none", "halo", 150, r"use model.offload=text_encoder \(120.0 GiB\)"),
+        ("stages", "halo", 56, r"even parallel.vae_strategy=tile needs 80.0 GiB"),
         ("none", "tile", 121, r"use model.offload=text_encoder \(100.0 GiB\)"),
     ],
 )
@@ -426,49 +636,102 @@ def test_where_nothing_fits_the_largest_lever_is_named(work: Activations) -> Non
 
 
 def test_auto_decodes_whole_where_that_fits(work: Activations) -> None:
-    prediction, sentence = choose_decode("auto", WEIGHTS, work, "none", free_bytes=205 * GIB, margin=0.0)
-    assert prediction.decode == "whole" and sentence is None
+    assert choose("auto", work, 205 * GIB)[1] == Choice("whole", "one rank decodes the whole video, which is exact")
 
 
 def test_auto_falls_to_tiles_and_says_so(work: Activations) -> None:
-    prediction, sentence = choose_decode("auto", WEIGHTS, work, "none", free_bytes=204 * GIB, margin=0.0)
-    assert prediction.decode == "tile"
-    assert sentence is not None
-    assert sentence.startswith("decoded whole, the video needs 205.0 GiB of 204.0 GiB free GPU memory: decoding in til")
+    prediction, choice = choose("auto", work, 204 * GIB)
+    assert prediction.decode == choice.decode == "tile" and choice.falls_back
+    assert choice.reason == (
+        "decoded whole, the video needs 205.0 GiB of 204.0 GiB free GPU memory (parallel.vae_strategy=whole insists): "
+        "decoding in tiles, an approximation"
+    )
 
 
 def test_the_margin_is_kept_free(work: Activations) -> None:
-    assert choose_decode("auto", WEIGHTS, work, "none", free_bytes=228 * GIB, margin=0.1)[0].decode == "whole"
-    assert choose_decode("auto", WEIGHTS, work, "none", free_bytes=227 * GIB, margin=0.1)[0].decode == "tile"
+    assert choose("auto", work, 228 * GIB, margin=0.1)[1].decode == "whole"
+    assert choose("auto", work, 227 * GIB, margin=0.1)[1].decode == "tile"
     with pytest.raises(ConfigurationError, match=r"205.0 GiB .* and 204.3 GiB can be used \(227.0 GiB free\)"):
         fit(predict(WEIGHTS, work), free_bytes=227 * GIB, margin=0.1)
 
 
-def test_whole_asked_for_never_falls(work: Activations) -> None:
-    prediction, sentence = choose_decode("whole", WEIGHTS, work, "none", free_bytes=GIB, margin=0.0)
-    assert prediction.decode == "whole" and sentence is None
+def test_what_is_asked_for_never_falls(work: Activations) -> None:
+    prediction, choice = choose("whole", work, GIB)
+    assert choice == Choice("whole", "parallel.vae_strategy=whole was asked for")
     with pytest.raises(ConfigurationError, match=r"use model.offload=stages parallel.vae_strategy=tile"):
         fit(prediction, free_bytes=90 * GIB, margin=0.0)
+    assert choose("halo", work, GIB, spread=TWO)[1].decode == "halo"
+    assert choose("halo", work, GIB)[1].decode == "whole"
+    for spread in (memory.ALONE, TWO):
+        assert choose("tile", work, 1000 * GIB, spread=spread)[1].decode == "tile"
+        choice = choose_decode("tile_balanced", spread)
+        assert choice == Choice("tile_balanced", "parallel.vae_strategy=tile_balanced was asked for")
 
 
-def test_tile_is_tile(work: Activations) -> None:
-    prediction, sentence = choose_decode("tile", WEIGHTS, work, "none", free_bytes=1000 * GIB)
-    assert prediction.decode == "tile" and sentence is None
+TWO = Spread(ParallelPlan(vae_size=2), side="width", lines=5)
 
 
-def test_a_tensor_too_large_for_convolutions_is_never_decoded_whole(work: Activations) -> None:
-    large = dataclasses.replace(work, largest_decode_tensor=2**31)
-    prediction, sentence = choose_decode("auto", WEIGHTS, large, "none", free_bytes=1000 * GIB)
-    assert prediction.decode == "tile" and sentence is not None and "2147483648 elements" in sentence
-    with pytest.raises(ConfigurationError, match=r"vae_strategy=whole cannot decode this size.*use tile or auto"):
-        choose_decode("whole", WEIGHTS, large, "none", free_bytes=1000 * GIB)
+def test_auto_over_ranks_is_exact_where_a_band_fits(work: Activations) -> None:
+    # A band needs 50 GiB beside 111 of weights and 4 of tables, the whole 90, and tiles 30.
+    prediction, choice = choose("auto", work, 165 * GIB, spread=TWO)
+    assert prediction.peak == 165 * GIB
+    assert choice == Choice(
+        "halo", "exact, and all ranks have a part: 2 ranks with up to 3 of the 5 lines along width each"
+    )
+    choice = choose("auto", work, 164 * GIB, spread=TWO)[1]
+    assert choice.decode == "tile" and choice.falls_back
+    assert choice.reason == (
+        "decoded in bands, the video needs 165.0 GiB of 164.0 GiB free GPU memory "
+        "(parallel.vae_strategy=halo insists): decoding in tiles over 2 ranks, an approximation"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spread", "why"),
+    [
+        (dataclasses.replace(TWO, lines=1), "1 lines of latents along width are too few for 2 ranks"),
+        (dataclasses.replace(TWO, halo_possible=False), "cannot be cut into bands, which takes model.vae.backend=nat"),
+    ],
+)
+def test_what_has_no_bands_is_decoded_in_tiles_over_the_ranks(spread: Spread, why: str) -> None:
+    choice = choose_decode("auto", spread)
+    assert choice.decode == "tile" and choice.falls_back and why in choice.reason
+    with pytest.raises(ConfigurationError, match=rf"vae_strategy=halo cannot share the decode: .*{why}.*; use auto"):
+        choose_decode("halo", spread)
+
+
+def test_as_many_lines_as_ranks_are_enough() -> None:
+    assert choose_decode("auto", dataclasses.replace(TWO, lines=2)).decode == "halo"
+
+
+def test_halo_of_one_rank_is_the_whole_decode() -> None:
+    alone = dataclasses.replace(memory.ALONE, halo_possible=False)
+    assert choose_decode("halo", alone) == Choice(
+        "whole", "parallel.vae_strategy=halo with one rank is the whole decode"
+    )
+
+
+def test_whole_over_ranks_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"whole decodes on one rank, and parallel.vae_size=2; use halo"):
+        choose_decode("whole", TWO)
+
+
+def test_a_tensor_too_large_for_convolutions_is_never_decoded(work: Activations) -> None:
+    large = with_largest(work, "decode_video", 2**31)
+    cases: tuple[tuple[Strategy, Spread], ...] = (("whole", memory.ALONE), ("halo", TWO))
+    for strategy, spread in cases:
+        choice = choose("auto", large, 1000 * GIB, spread=spread)[1]
+        assert choice.decode == "tile" and "2147483648 elements" in choice.reason and "insists" not in choice.reason
+        with pytest.raises(ConfigurationError, match=rf"={strategy} cannot decode this size.*use tile or auto"):
+            choose(strategy, large, 1000 * GIB, spread=spread)
 
 
 def test_one_line_for_the_console(work: Activations) -> None:
     line = describe(predict(WEIGHTS, work), 300 * GIB)
     assert line == (
-        "memory: predicted peak 205.0 GiB in decode_video of 300.0 GiB free (model.offload=none, whole decode)"
+        "memory: predicted peak 205.0 GiB in decode_video of 300.0 GiB free (model.offload=none, decoded whole)"
     )
+    assert "decoded in bands)" in describe(predict(WEIGHTS, work, decode="halo"), 300 * GIB)
 
 
 def test_weights_are_counted_in_the_dtype_they_will_have() -> None:

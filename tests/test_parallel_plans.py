@@ -27,12 +27,16 @@ from vgen.tasks.types import TaskContext
 LARGEST_ERROR = 1e-5
 """Of the latents, over their largest value."""
 
+LARGEST_PART = 1e-4
+"""Of the frames' values: how many may be rounded to the neighbouring grey level."""
+
 ALL_GUIDANCE = tuple(
     f"sampler.{stream}.{setting}"
     for stream in ("video", "audio")
     for setting in ("cfg_scale=3", "stg_scale=1", "modality_scale=3", "rescale_scale=0.7")
 )
 CFG = ("sampler.video.cfg_scale=3", "sampler.audio.cfg_scale=7", "sampler.video.rescale_scale=0.7")
+TILES = ("model.vae.tile_size=64", "model.vae.tile_overlap=32")
 THREE = (*CFG, "sampler.video.stg_scale=1")
 
 
@@ -67,7 +71,7 @@ CASES = (
     Case("ltx2", (1, 2, 2), THREE, image=True),
     Case("ltx2", (1, 2, 1), ("request.num_frames=1",)),
     Case("ltx2", (1, 2, 2), ("request.audio=none", *CFG)),
-    Case("ltx2", (1, 1, 2), ("parallel.vae_strategy=tile", "model.vae.tile_size=64", "model.vae.tile_overlap=32")),
+    Case("ltx2", (1, 1, 2), ("parallel.vae_strategy=tile", *TILES)),
     Case("ltx2_3", (2, 1, 2), (*ALL_GUIDANCE, "sampler.video.skip_step=1")),
     Case("t2v_2_1", (2, 1, 2)),
     Case("ti2v", (1, 2, 2), image=True),
@@ -81,7 +85,11 @@ CASES = (
     Case("ltx2", (1, 4, 1), ("request.num_frames=25", *CFG)),
     Case("t2v_2_1", (2, 2, 4)),
     Case("i2v_a14b", (1, 4, 4), image=True),
-    Case("t2v_2_1", (1, 1, 4), ("parallel.vae_strategy=tile_balanced", "model.vae.tile_size=64")),
+    Case(
+        "t2v_2_1",
+        (1, 1, 4),
+        ("parallel.vae_strategy=tile_balanced", "model.vae.tile_size=64", "model.vae.tile_overlap=32"),
+    ),
     Case("ltx2", (2, 4, 1), (*CFG, "request.height=128")),
     Case("ltx2", (4, 2, 4), (*ALL_GUIDANCE, "request.height=128"), image=True),
     Case("t2v_2_1", (2, 4, 8)),
@@ -131,7 +139,10 @@ def test_every_plan_makes_what_one_rank_makes(world_size: int, checkpoints: Path
         frames, expected = (load_file(job.out_dir / "frames_0.safetensors")["frames"] for job in (many, one))
         assert ran["vae_strategy"] == _strategy(case), case
         assert frames.shape == expected.shape
-        print(case.model, case.sizes, max(relative(ours[n], other[n]) for n in ours), int((frames != expected).sum()), frames.numel(), int((frames.int()-expected.int()).abs().max()))
+        if ran["vae_strategy"] != "tile_balanced":  # whose grid is of the ranks
+            differences = (frames.int() - expected.int()).abs()
+            # Where a value lies between two grey levels, the last bit decides.
+            assert int(differences.max()) <= 1 and float((differences > 0).float().mean()) <= LARGEST_PART, case
 
 
 def _strategy(case: Case) -> str:

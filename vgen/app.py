@@ -1,5 +1,6 @@
 """The Hydra parent: composes, checks, starts the ranks of each job, and settles the exit code. Never imports torch."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -19,8 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from launchers.devices import count_gpus
 from launchers.environment import node_layout
 from launchers.supervisor import JobFailed, JobInterrupted, run_ranks
-from vgen import arguments, record, typed
+from vgen import arguments, preflight, record, typed
 from vgen.config import Config, from_mapping, to_mapping
+from vgen.families import family_of
 from vgen.job import Job, plan_job
 from vgen.requests import build_requests
 from vgen.typed import ConfigurationError
@@ -149,8 +151,22 @@ def _prepare(config: Config, out_dir: Path) -> Job:
     requests = build_requests(config.request)
     job = plan_job(config, requests, out_dir, num_gpus=num_gpus, sweep=_sweep_name())
     validate(config, requests, job.architecture, num_gpus, job.checkpoint)
+    if config.task.name == "preflight":
+        job = _shrink(job)
     job.write()
     return job
+
+
+def _shrink(job: Job) -> Job:
+    """The job of ``task=preflight``, small."""
+    tiny = OmegaConf.to_container(
+        OmegaConf.load(Path(conf_dir()) / "model" / f"{preflight.tiny_model(job.config)}.yaml")
+    )
+    assert isinstance(tiny, dict)
+    config, requests = preflight.shrink(job.config, job.requests, job.plan, {str(k): v for k, v in tiny.items()})
+    architecture = family_of(config).architecture_of(config, None)
+    validate(config, requests, architecture, 0)
+    return dataclasses.replace(job, config=config, requests=requests, architecture=architecture)
 
 
 def _sweep_name() -> str | None:
@@ -160,7 +176,7 @@ def _sweep_name() -> str | None:
 
 def _announce(job: Job) -> None:
     config = job.config
-    ranks = config.parallel.world_size
+    ranks = job.num_ranks
     prompts = len(job.requests)
     weights = " with random weights" if config.model.weights == "random" else ""
     say(
@@ -181,7 +197,7 @@ def _run(job: Job) -> None:
         environ["OMP_NUM_THREADS"] = str(job.config.launcher.cpu_threads)
     run_ranks(
         command,
-        world_size=job.config.parallel.world_size,
+        world_size=job.num_ranks,
         out_dir=job.out_dir,
         environ=environ,
         layout=node_layout(os.environ),
@@ -200,12 +216,11 @@ def _report(out_dir: Path) -> float | None:
     result = record.read_record(out_dir / "record.json")
     for output in result["outputs"] or ():
         say(f"  {_describe(out_dir, output)}")
-    if (table := out_dir / "bench.txt").is_file():
-        say(table.read_text().rstrip())
+    for name in ("bench.txt", "plan.txt"):
+        if (table := out_dir / name).is_file():
+            say(table.read_text(encoding="utf-8").rstrip())
     timings = result["timings_s"]
-    stages = [(name, timings[name]) for name in ("load", "text_encode", "denoise", "decode_video", "decode_audio")]
-    say("  " + " · ".join(f"{name} {seconds:.2f} s" for name, seconds in [*stages, ("total", timings["total"])]
-                          if seconds is not None))  # fmt: skip
+    say("  " + " · ".join(f"{name} {timings[name]:.2f} s" for name in record.STAGES if timings[name] is not None))
     return _metric(result)
 
 

@@ -160,6 +160,31 @@ class QuantConfig:
 @dataclass(frozen=True)
 class GraphConfig:
     mode: Literal["eager", "compile", "cuda", "compile_cuda"]
+    """``compile``: torch.compile; ``cuda``: calls of the transformer are captured as CUDA graphs and replayed;
+    ``compile_cuda``: both, the compiled code inside the graphs."""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"]
+    """torch.compile's own; the second one tries more kernels, for minutes."""
+    compile_scope: Literal["block", "transformer"]
+    """What is compiled as one: a block, once for all that are alike, or the whole transformer."""
+    scope: Literal["transformer", "step"]
+    """What a graph captures: one call of the transformer; a whole step is not built."""
+    warmup: int
+    """Eager calls of a shape before it is captured; 1 or more."""
+    max_graphs: int
+    """Graphs that one transformer keeps, one for each combination of shapes and flags; the one used longest ago goes
+    first."""
+    strict: bool
+    """Whether a shape that the warm-up did not see is an error; if not, there is a warning and ``on_miss``."""
+    on_miss: Literal["capture", "eager"]
+    """What happens to a shape that the warm-up did not see."""
+
+    @property
+    def compiles(self) -> bool:
+        return self.mode in ("compile", "compile_cuda")
+
+    @property
+    def captures(self) -> bool:
+        return self.mode in ("cuda", "compile_cuda")
 
 
 @dataclass(frozen=True)
@@ -215,6 +240,8 @@ class BenchConfig:
     warmup: int
     repeats: int
     peers: tuple[Literal["diffusers"], ...]
+    graphs: tuple[Literal["cuda", "compile", "compile_cuda"], ...]
+    """``bench_step`` only: modes of ``graph`` that are timed beside eager calls, in this order."""
 
 
 @dataclass(frozen=True)
@@ -292,14 +319,25 @@ class ScoreConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    name: Literal["generate", "decode", "bench_decode", "bench_encode", "bench_step", "train_tiny", "score"]
+    name: Literal[
+        "generate", "decode", "bench_decode", "bench_encode", "bench_step", "train_tiny", "score", "plan", "preflight"
+    ]
     latents: str | None
     """``decode`` only: a latents file, or the folder of the run that wrote it."""
+    num_gpus: int | None = None
+    """``plan`` only: of how many GPUs; None takes as many as the plan of ``parallel`` has."""
+    records: str | None = None
+    """``plan`` only: a folder with earlier runs, whose records correct the predictions."""
 
     @property
     def generates(self) -> bool:
         """Whether it makes videos of prompts, for which it needs all of the model."""
-        return self.name in ("generate", "score")
+        return self.name in ("generate", "score", "preflight")
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it has to do with the model's own weights, and the machine's GPUs."""
+        return self.name not in ("plan", "preflight")
 
 
 @dataclass(frozen=True)
@@ -309,6 +347,8 @@ class LauncherConfig:
     dry_run: bool
     """Write ``job.json`` and stop, for a launcher of your own."""
     grace_s: float
+    collective_timeout_s: float
+    """How long a rank waits for the others in one exchange of a stage, after which the job ends."""
     cpu_threads: int | None
 
 

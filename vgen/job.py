@@ -38,6 +38,11 @@ class Job:
         return plan_of(self.config, self.requests)
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that run the job."""
+        return 1 if self.config.task.name == "plan" else self.plan.world_size
+
+    @property
     def path(self) -> Path:
         return self.out_dir / "job.json"
 
@@ -75,6 +80,8 @@ def plan_job(
         ConfigurationError, CheckpointError, ConfigError: what is missing or does not fit, before anything is loaded.
     """
     family = family_of(settings)
+    if not settings.task.needs_weights:
+        settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, weights="random"))
     if settings.model.weights == "load" and settings.model.checkpoint is None:
         raise ConfigurationError(
             "model.checkpoint is not set, and model.weights=load needs one; "
@@ -82,6 +89,8 @@ def plan_job(
         )
     checkpoint, text_encoder = family.find_files(settings)
     device = settings.device if settings.device != "auto" else ("cpu" if num_gpus == 0 else "cuda")
+    if not settings.task.needs_weights:
+        device = "cpu"
     return Job(
         config=settings,
         requests=requests,

@@ -4,11 +4,20 @@ What is alive at a worst moment was read off the modules, whose tensors are name
 shows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from vgen.memory import CONVOLUTION_WORKSPACE, FP32_BYTES, Activations
+from vgen.memory import (
+    ALONE,
+    CONVOLUTION_WORKSPACE,
+    DIVIDED_FRAMES,
+    FP32_BYTES,
+    Activations,
+    Decode,
+    Spread,
+    VaeWork,
+)
 from vgen.models.ltx2.config import (
     AUDIO_COMPRESSION,
     VIDEO_COMPRESSION,
@@ -43,20 +52,23 @@ def estimate(
     config: LTX2Config,
     geometry: Geometry,
     text: TextSizes,
-    tiles: Sequence[Tile],
+    tiles: Mapping[Decode, Sequence[Tile]],
     *,
     value_bytes: int,
     contexts: int,
+    passes: int = 1,
     encoded_frames: int = 0,
     encodes_sound: bool = False,
     conditioned: bool = False,
+    spread: Spread = ALONE,
 ) -> Activations:
-    """The work of every stage of one request of batch 1, its guidance passes one after another.
+    """The work of every stage of one request of batch 1, a rank's guidance passes one after another.
 
     Args:
-        tiles: the plan of a tiled decode.
+        tiles: the grids of the decodes that go by tiles.
         value_bytes: 4 in fp32, 2 in bf16.
         contexts: prompts that guidance needs, 1 or 2.
+        passes: of a step.
         encoded_frames: pixel frames of the longest clip that the video encoder gets, 1 for images, 0 for none.
         encodes_sound: whether the audio encoder runs.
         conditioned: whether tokens have timesteps of their own, as with images.
@@ -64,25 +76,73 @@ def estimate(
     latents = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
     transformer, decoder = config.transformer, config.video_decoder
     audio = audio_bytes(config, geometry, value_bytes) if geometry.audio_tokens else 0
-    encode_video = largest_encode = 0
+    encode_video: dict[Decode, VaeWork] = {}
     if encoded_frames:
-        space = tuple(size * unit for size, unit in zip(latents[1:], VIDEO_COMPRESSION[1:], strict=True))
-        pixels = (encoded_frames, *space)
-        encode_video = encode_bytes(config.video_encoder, pixels, value_bytes)
-        largest_encode = max(max(alive) for alive in _encode_moments(config.video_encoder, pixels))
+        encode_video = _encodes(config.video_encoder, (encoded_frames, *latents[1:]), tiles, value_bytes, spread)
     tables = rope_bytes(transformer, geometry, value_bytes)
     return Activations(
         text_encode=text_bytes(text, value_bytes),
         encode_video=encode_video,
         encode_audio=audio if encodes_sound else 0,
-        denoise=denoise_bytes(transformer, geometry, text.tokens, contexts, value_bytes, conditioned) + tables,
-        decode_video_whole=decode_bytes(decoder, latents, value_bytes),
-        decode_video_tile=tiled_decode_bytes(decoder, latents, tiles, value_bytes),
+        denoise=denoise_bytes(
+            transformer, geometry, text.tokens, contexts, value_bytes, conditioned, passes=passes, spread=spread
+        )
+        + tables,
+        decode_video=_decodes(decoder, latents, tiles, value_bytes, spread),
         decode_audio=audio,
         kept=tables,
-        largest_decode_tensor=largest_decode_tensor(decoder, latents),
-        largest_encode_tensor=largest_encode,
     )
+
+
+def _decodes(
+    config: VideoDecoderConfig,
+    latents: tuple[int, int, int],
+    tiles: Mapping[Decode, Sequence[Tile]],
+    value_bytes: int,
+    spread: Spread,
+) -> dict[Decode, VaeWork]:
+    """The decodes that can be."""
+    work: dict[Decode, VaeWork] = {
+        "whole": VaeWork(decode_bytes(config, latents, value_bytes), largest_decode_tensor(config, latents))
+    }
+    for decode, grid in tiles.items():
+        if spread.plan.vae_size > 1:
+            size = shared_tiles_bytes(
+                config, latents, grid, value_bytes, FP32_BYTES if spread.fp32_sums else value_bytes
+            )
+        else:
+            size = tiled_decode_bytes(config, latents, grid, value_bytes)
+        work[decode] = VaeWork(size, max(largest_decode_tensor(config, shape) for shape in _shapes(grid)))
+    if spread.has_bands:
+        band = spread.band(latents)
+        work["halo"] = VaeWork(
+            halo_decode_bytes(config, latents, band, value_bytes), largest_decode_tensor(config, band)
+        )
+    return work
+
+
+def _encodes(
+    config: VideoEncoderConfig,
+    size: tuple[int, int, int],
+    tiles: Mapping[Decode, Sequence[Tile]],
+    value_bytes: int,
+    spread: Spread,
+) -> dict[Decode, VaeWork]:
+    """``size``: pixel frames, height and width in latents. Clips are never encoded in tiles."""
+
+    def work(part: tuple[int, int, int]) -> VaeWork:
+        pixels, own = (
+            (frames, *(n * unit for n, unit in zip(space, VIDEO_COMPRESSION[1:], strict=True)))
+            for frames, *space in (size, part)
+        )
+        largest = max(max(alive) for alive in _encode_moments(config, own))
+        return VaeWork(encode_bytes(config, pixels, value_bytes, own), largest)
+
+    whole = work(size)
+    encodes: dict[Decode, VaeWork] = {"whole": whole, **dict.fromkeys(tiles, whole)}
+    if spread.has_bands:
+        encodes["halo"] = work(spread.band(size)) if spread.shares_encode else whole
+    return encodes
 
 
 def text_bytes(text: TextSizes, value_bytes: int) -> int:
@@ -111,28 +171,51 @@ def denoise_bytes(
     contexts: int,
     value_bytes: int,
     conditioned: bool = False,
+    *,
+    passes: int = 1,
+    spread: Spread = ALONE,
 ) -> int:
     """Worst in the video's feed-forward: block input, stream, modulated norm, four widths before GELU, four after.
 
-    Attention holds less: input, stream, modulated norm, queries, keys, values, turned keys, output. Where tokens have
-    timesteps of their own, shift, scale and gate are of the stream's size. With 2.0 the text's keys and values of every
-    block are there too, once per prompt.
+    Attention holds less: input, stream, modulated norm, queries, keys, values, turned keys, output. Over the ranks of
+    Ulysses, where a rank has its tokens only, as much: to input, norm, queries, keys and values come these three as
+    they are sent and as they are received, the tokens of all ranks for its heads; or the latter and the output as
+    attention made it, as it came back, and with its heads side by side. Where the tokens do not divide, the last rank
+    has its part of the tables as a copy.
+
+    Where tokens have timesteps of their own, shift, scale and gate are of the stream's size. With 2.0 the text's keys
+    and values of every block are there too, once per prompt. Sound and text are whole on every rank.
     """
     widths = config.width + config.audio_width
-    rows = 3 if conditioned else 0
-    stream = (3 + 4 + 4 + rows) * geometry.video_tokens * config.width
+    rows, local = 3 if conditioned else 0, spread.local_tokens(geometry.video_tokens)
+    stream = (3 + 4 + 4 + rows) * local * config.width
     stream += 3 * geometry.audio_tokens * config.audio_width
+    if local * spread.plan.ulysses_size > geometry.video_tokens:
+        stream += local * widths
     text = contexts * text_tokens * widths
     if config.caption_projection:
         text += contexts * text_tokens * 2 * config.num_layers * widths
     latents = geometry.video_tokens * config.in_channels + geometry.audio_tokens * config.audio_in_channels
-    return (stream + text) * value_bytes + GUIDANCE_TENSORS * latents * FP32_BYTES
+    worst = max(stream * value_bytes, spread.exchanged_passes(passes) * latents * FP32_BYTES)
+    return worst + text * value_bytes + GUIDANCE_TENSORS * latents * FP32_BYTES
 
 
 def decode_bytes(config: VideoDecoderConfig, latents: tuple[int, ...], value_bytes: int) -> int:
     """Of one call of the decoder on ``latents`` (frames, height, width)."""
     peak = max(sum(alive) for alive in _decode_moments(config, latents))
     return peak * value_bytes + CONVOLUTION_WORKSPACE
+
+
+def halo_decode_bytes(
+    config: VideoDecoderConfig, latents: tuple[int, int, int], band: tuple[int, int, int], value_bytes: int
+) -> int:
+    """Of the first of the ranks that share a decode in bands, of which ``band`` is the longest.
+
+    Worst in the decoder, on its band, or afterwards: all frames beside its own and those of one other rank, or beside
+    their bytes of pixels. Lines that neighbours send come where the convolution's output is not yet, which is larger.
+    """
+    whole, own = (config.out_channels * prod(_pixels(size)) for size in (latents, band))
+    return max(decode_bytes(config, band, value_bytes), (whole + 2 * own) * value_bytes, whole * (value_bytes + 1))
 
 
 def largest_decode_tensor(config: VideoDecoderConfig, latents: tuple[int, ...]) -> int:
@@ -164,10 +247,15 @@ def _decode_moments(config: VideoDecoderConfig, latents: tuple[int, ...]) -> Ite
     yield prod(size) * channels, patches, patches
 
 
-def encode_bytes(config: VideoEncoderConfig, pixels: tuple[int, ...], value_bytes: int) -> int:
-    """Of one call of the encoder on a clip of ``pixels`` (frames, height, width), which stays beside it in fp32."""
+def encode_bytes(
+    config: VideoEncoderConfig, pixels: tuple[int, ...], value_bytes: int, own: tuple[int, ...] | None = None
+) -> int:
+    """Of one call of the encoder on a clip of ``pixels`` (frames, height, width), which stays beside it in fp32.
+
+    ``own``: the longest band of the clip, where ranks share it; the gathered latents are few.
+    """
     clip = prod(pixels) * config.in_channels
-    peak = max(sum(alive) for alive in _encode_moments(config, pixels))
+    peak = max(sum(alive) for alive in _encode_moments(config, own or pixels))
     return clip * FP32_BYTES + peak * value_bytes + CONVOLUTION_WORKSPACE
 
 
@@ -210,9 +298,8 @@ def tiled_decode_bytes(
     """Of ``decode_tiled``: a tile's call beside the group being summed, the frames it shares with the next one, and the
     group before it, which the writer still holds with its bytes of pixels.
     """
-    shapes = {tuple(span.latent_stop - span.latent_start for span in (t.time, t.height, t.width)) for t in tiles}
-    call = max(decode_bytes(config, shape, value_bytes) for shape in shapes)
-    frame = config.out_channels * prod(n * unit for n, unit in zip(latents[1:], VIDEO_COMPRESSION[1:], strict=True))
+    call = max(decode_bytes(config, shape, value_bytes) for shape in _shapes(tiles))
+    frame = config.out_channels * prod(_pixels((1, *latents[1:])))
     times = list(dict.fromkeys(tile.time for tile in tiles))
     worst = written = carried = 0
     for span, following in zip(times, [*times[1:], None], strict=True):
@@ -221,6 +308,36 @@ def tiled_decode_bytes(
         worst = max(worst, (frames + carried + written) * frame * value_bytes + written * frame)
         written, carried = ready, frames - ready
     return call + worst
+
+
+def shared_tiles_bytes(
+    config: VideoDecoderConfig,
+    latents: tuple[int, ...],
+    tiles: Sequence[Tile],
+    value_bytes: int,
+    sum_bytes: int,
+) -> int:
+    """Of ``decode_tiles_parallel`` on the first rank: one tile's call beside the sum of the clip, whose values have
+    ``sum_bytes``; the division of that, in place or into frames of ``value_bytes``, by the weights of some frames and,
+    a moment longer, of those before; frames and their bytes of pixels.
+    """
+    frames, height, width = _pixels(latents)
+    clip = config.out_channels * frames * height * width
+    call = max(decode_bytes(config, shape, value_bytes) for shape in _shapes(tiles))
+    weights = 2 * min(frames, DIVIDED_FRAMES) * height * width * FP32_BYTES
+    divided = clip * (sum_bytes + (value_bytes if sum_bytes != value_bytes else 0)) + weights
+    return max(call + clip * sum_bytes, divided, clip * (value_bytes + 1))
+
+
+def _shapes(tiles: Sequence[Tile]) -> set[tuple[int, ...]]:
+    """Frames, height and width of latents of the different tiles."""
+    return {tuple(span.latent_stop - span.latent_start for span in (t.time, t.height, t.width)) for t in tiles}
+
+
+def _pixels(latents: tuple[int, ...]) -> tuple[int, int, int]:
+    frames, height, width = latents
+    time, *space = VIDEO_COMPRESSION
+    return (frames - 1) * time + 1, height * space[0], width * space[1]
 
 
 def audio_bytes(config: LTX2Config, geometry: Geometry, value_bytes: int) -> int:

@@ -11,8 +11,10 @@ and the CUDA context have to fit in the margin.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from vgen.parallel.plans import ParallelPlan
+from vgen.parallel.tiles import TileSettings
 from vgen.typed import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,8 +24,17 @@ GIB = 2**30
 FP32_BYTES = 4
 
 Offload = Literal["none", "text_encoder", "expert", "stages"]
-Decode = Literal["whole", "tile"]
-Strategy = Literal["auto", "whole", "tile"]
+Decode = Literal["whole", "tile", "tile_balanced", "halo"]
+Strategy = Literal["auto", "whole", "tile", "tile_balanced", "halo"]
+Side = Literal["height", "width"]
+
+TILED: tuple[Decode, ...] = ("tile", "tile_balanced")
+"""The decodes that go by tiles."""
+
+DECODE_NAMES: Mapping[Decode, str] = MappingProxyType(
+    {"whole": "whole", "tile": "in tiles", "tile_balanced": "in balanced tiles", "halo": "in bands"}
+)
+"""How a video is decoded, as a sentence says it."""
 
 STAGE_WEIGHTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -57,6 +68,9 @@ MARGIN = 0.05
 LARGEST_TENSOR = 2**31 - 1
 """Elements above which cuDNN's convolutions fail, whatever the memory."""
 
+DIVIDED_FRAMES = 8
+"""Frames of a sum of tiles over ranks that are divided by their weights at once."""
+
 # What no module shows; all of it small beside the weights, and measured rather than derived.
 CUBLAS_WORKSPACE = 32 * 2**20
 """Held from the first matrix product on (H100 and H200)."""
@@ -65,34 +79,82 @@ CONVOLUTION_WORKSPACE = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Work of each stage at its worst moment, without weights; 0 where a run has no such stage.
+class Spread:
+    """How a request is spread over ranks, as far as their memory depends on it.
 
-    ``kept``: what outlives the denoising in the transformer, its position tables. ``largest_*_tensor``: elements, in
-    the whole decode and in the encode of the longest clip.
+    ``side``: which one the bands of ``halo`` cut; ``lines``: of the request's latents along it. ``halo_possible``:
+    whether the VAE's implementation can be cut at all. ``fp32_sums``: whether tiles of several ranks are added up in
+    fp32. A prediction is of the rank that needs most, the first one: it denoises, decodes and has the frames.
+    """
+
+    plan: ParallelPlan
+    side: Side = "height"
+    lines: int = 1
+    halo_possible: bool = True
+    fp32_sums: bool = False
+
+    @property
+    def shares_encode(self) -> bool:
+        """Only where all ranks of a replica have a part: latents are needed by every rank that denoises."""
+        return self.plan.vae_size > 1 and self.plan.vae_size == self.plan.replica_size
+
+    @property
+    def has_bands(self) -> bool:
+        return self.plan.vae_size > 1 and self.halo_possible and self.lines >= self.plan.vae_size
+
+    def band(self, latents: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The longest band of ``latents`` (frames, height, width), the first rank's."""
+        frames, height, width = latents
+        ranks = self.plan.vae_size
+        return (frames, -(-height // ranks), width) if self.side == "height" else (frames, height, -(-width // ranks))
+
+    def local_tokens(self, tokens: int) -> int:
+        """Of a rank's part of ``tokens``, those included that fill it up."""
+        return -(-tokens // self.plan.ulysses_size)
+
+    def exchanged_passes(self, passes: int) -> int:
+        """Outputs of passes that are alive while the ranks of CFG exchange them: own, packed and gathered."""
+        if self.plan.cfg_size == 1 or passes == 1:
+            return 0
+        return -(-passes // self.plan.cfg_size) * (2 + self.plan.cfg_size)
+
+
+ALONE = Spread(ParallelPlan())
+"""One rank does everything."""
+
+
+@dataclass(frozen=True)
+class VaeWork:
+    """``size``: bytes at the worst moment; ``largest_tensor``: elements, 0 where parts are as short as it takes."""
+
+    size: int
+    largest_tensor: int = 0
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Work of each stage at its worst moment, without weights; 0 or empty where a run has no such stage.
+
+    ``encode_video``: of the longest clip, as it is encoded where videos are decoded so; without the decodes that cannot
+    be, as ``decode_video``. ``kept``: what outlives the denoising in the transformer, its position tables.
     """
 
     text_encode: int
-    encode_video: int
+    encode_video: Mapping[Decode, VaeWork]
     encode_audio: int
     denoise: int
-    decode_video_whole: int
-    decode_video_tile: int
+    decode_video: Mapping[Decode, VaeWork]
     decode_audio: int
     kept: int
-    largest_decode_tensor: int
-    largest_encode_tensor: int
 
     def without(self, stages: Collection[str]) -> Self:
         """The same with no work in ``stages``, which a run does not have."""
-        of_stage = {
-            "decode_video": ("decode_video_whole", "decode_video_tile", "largest_decode_tensor"),
-            "encode_video": ("encode_video", "largest_encode_tensor"),
-        }
-        return replace(self, **{name: 0 for stage in stages for name in of_stage.get(stage, (stage,))})
+        nothing: dict[str, Any] = {stage: {} if stage.endswith("_video") else 0 for stage in stages}
+        return replace(self, **nothing)
 
     def of(self, stage: str, decode: Decode) -> int:
-        work: int = getattr(self, f"decode_video_{decode}" if stage == "decode_video" else stage)
+        found: int | Mapping[Decode, VaeWork] = getattr(self, stage)
+        work = found if isinstance(found, int) else found[decode].size if found else 0
         return work + self.kept if work and stage.startswith("decode") else work
 
 
@@ -137,7 +199,7 @@ def describe(prediction: Prediction, free_bytes: int) -> str:
     """One line for the console."""
     return (
         f"memory: predicted peak {_gib(prediction.peak)} in {prediction.peak_stage} of {_gib(free_bytes)} free "
-        f"(model.offload={prediction.offload}, {'tiled' if prediction.decode == 'tile' else 'whole'} decode)"
+        f"(model.offload={prediction.offload}, decoded {DECODE_NAMES[prediction.decode]})"
     )
 
 
@@ -180,48 +242,168 @@ def _levers(prediction: Prediction) -> Iterator[tuple[str, Prediction]]:
     further = [step for step in steps[steps.index(offload) + 1 :] if step != "expert" or "transformer_2" in weights]
     for step in further:
         yield f"model.offload={step}", predict(weights, activations, step, decode)
-    if decode == "whole":
+    if decode in ("whole", "halo"):
         yield "parallel.vae_strategy=tile", predict(weights, activations, offload, "tile")
         for step in further:
             yield f"model.offload={step} parallel.vae_strategy=tile", predict(weights, activations, step, "tile")
 
 
-def choose_decode(
-    strategy: Strategy,
+@dataclass(frozen=True)
+class Choice:
+    """What ``parallel.vae_strategy`` comes to. ``reason``: one sentence without its full stop.
+
+    ``falls_back``: to an approximation that nobody asked for.
+    """
+
+    decode: Decode
+    reason: str
+    falls_back: bool = False
+
+
+Obstacle = Callable[[Decode], str | None]
+"""What stands in the way of a decode at this size on this device; None if nothing does."""
+
+
+def choose_decode(strategy: Strategy, spread: Spread = ALONE, obstacle: Obstacle = lambda _: None) -> Choice:
+    """``auto`` is exact where nothing stands in the way, over all ranks that decode, and in tiles elsewhere.
+
+    What is asked for is never changed for want of memory; of one rank ``halo`` is the whole decode.
+
+    Raises:
+        ConfigurationError: ranks are to share what cannot be shared so.
+    """
+    ranks = spread.plan.vae_size
+    if strategy == "auto":
+        return _choose_exact(spread, obstacle)
+    if strategy == "whole" and ranks > 1:
+        raise ConfigurationError(
+            f"parallel.vae_strategy=whole decodes on one rank, and parallel.vae_size={ranks}; use halo, which is as "
+            f"exact, or parallel.vae_size=1"
+        )
+    if strategy == "halo":
+        if ranks == 1:
+            return Choice("whole", "parallel.vae_strategy=halo with one rank is the whole decode")
+        if no_bands := _no_bands(spread):
+            raise ConfigurationError(
+                f"parallel.vae_strategy=halo cannot share the decode: {no_bands}; use auto or tile, which approximate, "
+                f"or parallel.vae_size=1"
+            )
+        return Choice("halo", f"parallel.vae_strategy=halo: {_bands(spread)}")
+    return Choice(strategy, f"parallel.vae_strategy={strategy} was asked for")
+
+
+def _choose_exact(spread: Spread, obstacle: Obstacle) -> Choice:
+    ranks = spread.plan.vae_size
+    if ranks == 1:
+        if sentence := obstacle("whole"):
+            return Choice("tile", f"{sentence}: decoding in tiles, an approximation", falls_back=True)
+        return Choice("whole", "one rank decodes the whole video, which is exact")
+    if sentence := _no_bands(spread) or obstacle("halo"):
+        return Choice("tile", f"{sentence}: decoding in tiles over {ranks} ranks, an approximation", falls_back=True)
+    return Choice("halo", f"exact, and all ranks have a part: {_bands(spread)}")
+
+
+def _no_bands(spread: Spread) -> str | None:
+    if not spread.halo_possible:
+        return "this VAE cannot be cut into bands, which takes model.vae.backend=native"
+    if not spread.has_bands:
+        return f"{spread.lines} lines of latents along {spread.side} are too few for {spread.plan.vae_size} ranks"
+    return None
+
+
+def _bands(spread: Spread) -> str:
+    ranks = spread.plan.vae_size
+    return f"{ranks} ranks with up to {-(-spread.lines // ranks)} of the {spread.lines} lines along {spread.side} each"
+
+
+def find_obstacle(
     weights: Mapping[str, int],
     activations: Activations,
     offload: Offload,
     free_bytes: int,
     margin: float = MARGIN,
-) -> tuple[Prediction, str | None]:
-    """``auto`` decodes whole where that fits and in tiles where it does not, with the sentence that says so.
+) -> Obstacle:
+    """What ``choose_decode`` asks: a tensor too large for convolutions, or too little memory."""
+
+    def obstacle(decode: Decode) -> str | None:
+        work = activations.decode_video.get(decode)
+        if work is None:
+            return None
+        name = DECODE_NAMES[decode]
+        if work.largest_tensor > LARGEST_TENSOR:
+            return f"decoded {name}, {_too_large(work)}"
+        needed = predict(weights, activations, offload, decode).stages["decode_video"]
+        if fits(needed, free_bytes, margin):
+            return None
+        return (
+            f"decoded {name}, the video needs {_gib(needed)} of {_gib(free_bytes)} free GPU memory "
+            f"(parallel.vae_strategy={decode} insists)"
+        )
+
+    return obstacle
+
+
+def validate_tensors(activations: Activations, decode: Decode) -> None:
+    """Refuse what no convolution can take, whatever the memory.
 
     Raises:
-        ConfigurationError: a tensor of the encode, or of the whole decode that was asked for, is larger than
-            convolutions can be.
+        ConfigurationError: a tensor of the encode, or of a decode that was asked for, is too large.
     """
-    encoded = activations.largest_encode_tensor
-    if encoded > LARGEST_TENSOR:
+    encode, decoding = activations.encode_video.get(decode), activations.decode_video.get(decode)
+    if encode is not None and encode.largest_tensor > LARGEST_TENSOR:
         raise ConfigurationError(
-            f"request.video cannot be encoded at this size: one tensor has {encoded} elements and convolutions take at "
-            f"most {LARGEST_TENSOR}; ask for fewer num_frames or a smaller height and width"
+            f"request.video cannot be encoded at this size: {_too_large(encode)}; ask for fewer num_frames or a "
+            f"smaller height and width"
         )
-    whole, tile = (predict(weights, activations, offload, decode) for decode in ("whole", "tile"))
-    if strategy == "tile":
-        return tile, None
-    elements = activations.largest_decode_tensor
-    if elements > LARGEST_TENSOR:
-        reason = f"decoded whole, one tensor has {elements} elements and convolutions take at most {LARGEST_TENSOR}"
-        if strategy == "whole":
-            raise ConfigurationError(f"parallel.vae_strategy=whole cannot decode this size: {reason}; use tile or auto")
-        return tile, f"{reason}: decoding in tiles, an approximation"
-    needed = whole.stages.get("decode_video", 0)
-    if strategy == "whole" or fits(needed, free_bytes, margin):
-        return whole, None
-    return tile, (
-        f"decoded whole, the video needs {_gib(needed)} of {_gib(free_bytes)} free GPU memory: decoding in tiles "
-        f"({_gib(tile.stages['decode_video'])}), an approximation; parallel.vae_strategy=whole insists"
-    )
+    if decoding is not None and decoding.largest_tensor > LARGEST_TENSOR:
+        fix = "ask for a smaller model.vae.tile_size" if decode.startswith("tile") else "use tile or auto"
+        raise ConfigurationError(
+            f"parallel.vae_strategy={decode} cannot decode this size: decoded {DECODE_NAMES[decode]}, "
+            f"{_too_large(decoding)}; {fix}"
+        )
+
+
+def _too_large(work: VaeWork) -> str:
+    return f"one tensor has {work.largest_tensor} elements and convolutions take at most {LARGEST_TENSOR}"
+
+
+@dataclass(frozen=True)
+class DecodeAttempt:
+    """One way to decode. ``chunk``: latent frames that Wan's VAE takes at a time, None as many as convolutions can.
+
+    ``tiles``: the sizes of the decodes that go by tiles; without a meaning in others.
+    """
+
+    decode: Decode
+    chunk: int | None
+    tiles: TileSettings
+
+
+def decode_ladder(attempt: DecodeAttempt, latent_frames: int, *, chunked: bool) -> tuple[DecodeAttempt, ...]:
+    """What to try, one after another, where ``attempt`` ran out of memory; every rung needs less than the one before.
+
+    Nothing gets worse than what was asked for: first the same result with chunks half as long each time, down to one
+    latent frame. Only a decode in tiles, an approximation anyway, goes on with tiles half as large each time. Neither
+    ranks nor a decode of another kind are to be had while a run goes.
+
+    ``chunked``: whether the VAE goes by chunks, as Wan's does.
+    """
+    chunks = _halved(min(attempt.chunk or latent_frames, latent_frames), 1, 1) if chunked else ()
+    rungs = [replace(attempt, chunk=chunk) for chunk in chunks]
+    if attempt.decode in TILED:
+        last, settings = (rungs or [attempt])[-1], attempt.tiles
+        unit = max(settings.compression[1:])
+        least = max(2 * unit, settings.tile_overlap + unit)
+        rungs += [
+            replace(last, tiles=replace(settings, tile_size=size)) for size in _halved(settings.tile_size, unit, least)
+        ]
+    return tuple(rungs)
+
+
+def _halved(size: int, unit: int, least: int) -> tuple[int, ...]:
+    """Halves of ``size``, halves of those and so on, in multiples of ``unit`` and not below ``least``."""
+    half = size // 2 // unit * unit
+    return (half, *_halved(half, unit, least)) if half >= least else ()
 
 
 def weight_bytes(module: "nn.Module", value_bytes: int, keep_float32: Callable[[str], bool] | None = None) -> int:

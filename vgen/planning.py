@@ -1,7 +1,8 @@
 """What a run needs before it loads a weight: an attention kernel that works here, and memory for its worst moment."""
 
+import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from vgen import memory, transforms
+from vgen.families import family_of
 from vgen.job import Job
-from vgen.memory import Activations, Decode, Prediction
+from vgen.memory import Activations, Choice, Decode, Prediction, Side, Spread
 from vgen.models.attention_backends import require_backend, what_ran
+from vgen.parallel.halo import choose_axis
 from vgen.requests import Request
 
 notice = logging.getLogger("vgen.notice")
@@ -19,18 +22,28 @@ notice = logging.getLogger("vgen.notice")
 
 @dataclass(frozen=True)
 class RunPlan:
-    """``decode``: what ``parallel.vae_strategy`` comes to, the same on all ranks; ``tiles``: of the largest request.
+    """What a run decided, the same on all ranks.
 
-    ``attention``: the backend, torch's own choice by name; None where nothing attends.
+    ``decode``: what ``parallel.vae_strategy`` comes to, ``reason`` why, in one sentence. ``vae_split``: the side that
+    bands cut, None without bands; it and ``tiles``, their number, are of the largest request. ``attention``: the
+    backend, torch's own choice by name; None where nothing attends.
     """
 
     decode: Decode
+    reason: str
+    vae_split: Side | None
     tiles: int
     attention: str | None
 
     def active(self) -> dict[str, Any]:
         """The record's part of this."""
-        return {"vae_strategy": self.decode, "tiles": self.tiles, "attention": self.attention}
+        return {
+            "vae_strategy": self.decode,
+            "vae_split": self.vae_split,
+            "vae_reason": self.reason,
+            "tiles": self.tiles,
+            "attention": self.attention,
+        }
 
 
 def plan_run(job: Job, requests: Sequence[Request], device: torch.device, components: Collection[str]) -> RunPlan:
@@ -43,15 +56,39 @@ def plan_run(job: Job, requests: Sequence[Request], device: torch.device, compon
         ConfigurationError, AttentionError: what does not work, with the fix.
     """
     attention = _plan_attention(job, requests[0], device) if "transformer" in components else None
-    decode: Decode = "tile" if job.config.parallel.vae_strategy == "tile" else "whole"
+    job = _as_needed(job)
     if device.type == "cuda":
         free_bytes = _least_free_bytes(device)
-        prediction = predict_run(job, requests, components, free_bytes)
+        prediction, choice = _predict_and_choose(job, requests, components, free_bytes)
         _say(logging.INFO, memory.describe(prediction, free_bytes))
         memory.fit(prediction, free_bytes)
-        decode = prediction.decode
-    tiles = max(len(transforms.plan_decode(job, request)) for request in requests) if decode == "tile" else 1
-    return RunPlan(decode, tiles, attention)
+    else:
+        strategy = job.config.parallel.vae_strategy
+        choice = _common(memory.choose_decode(strategy, spread_of(job, request)) for request in requests)
+    if "video_decoder" in components and (choice.falls_back or job.plan.vae_size > 1):
+        _say(logging.WARNING if choice.falls_back else logging.INFO, f"decode: {choice.reason}")
+    largest = max(requests, key=lambda request: request.num_frames * request.height * request.width)
+    return RunPlan(
+        decode=choice.decode,
+        reason=choice.reason,
+        vae_split=spread_of(job, largest).side if choice.decode == "halo" else None,
+        tiles=_num_tiles(job, requests, choice.decode),
+        attention=attention,
+    )
+
+
+def _as_needed(job: Job) -> Job:
+    """The job whose ranks need as much as those of ``job``: benchmarks run everything on one rank first."""
+    if not job.config.task.name.startswith("bench_"):
+        return job
+    parallel = dataclasses.replace(job.config.parallel, cfg_size=1, ulysses_size=1, vae_size=1)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, parallel=parallel))
+
+
+def _num_tiles(job: Job, requests: Sequence[Request], decode: Decode) -> int:
+    if decode not in memory.TILED:
+        return 1
+    return max(len(transforms.plan_decode(job, request, decode)) for request in requests)
 
 
 def _least_free_bytes(device: torch.device) -> int:
@@ -78,22 +115,68 @@ def _plan_attention(job: Job, request: Request, device: torch.device) -> str:
     return what_ran(name, device, dtype, num_heads=sizes.num_heads, head_dim=sizes.head_dim, tokens=sizes.tokens)
 
 
-def predict_run(job: Job, requests: Sequence[Request], components: Collection[str], free_bytes: int) -> Prediction:
-    """The prediction of the largest request; one that has to be decoded in tiles has all decoded so."""
-    weights = {name: transforms.component_bytes(job, name) for name in components}
+def spread_of(job: Job, request: Request) -> Spread:
+    """How ``request`` is spread over the ranks of ``job``."""
+    limits = family_of(job.config).limits(job.config, (request,), job.architecture)
+    height, width, parallel = limits.latent_height, limits.latent_width, job.config.parallel
+    side = parallel.vae_split
+    if side == "auto":
+        side = choose_axis((1, 1, 1, height, width), job.plan.vae_size)
+    return Spread(
+        job.plan,
+        side=side,
+        lines=height if side == "height" else width,
+        halo_possible=job.config.model.vae.backend == "native",
+        fp32_sums=parallel.tile_sum == "fp32",
+    )
+
+
+def predict_run(
+    job: Job,
+    requests: Sequence[Request],
+    components: Collection[str],
+    free_bytes: int,
+    weights: Mapping[str, int] | None = None,
+) -> Prediction:
+    """The prediction of the largest request; one that has to be decoded in tiles has all decoded so.
+
+    ``weights``: bytes by component where they are known, since counting them takes most of the time.
+
+    Raises:
+        ConfigurationError: ranks are to share what they cannot share so, or a tensor is too large for convolutions.
+    """
+    return _predict_and_choose(job, requests, components, free_bytes, weights)[0]
+
+
+def _predict_and_choose(
+    job: Job,
+    requests: Sequence[Request],
+    components: Collection[str],
+    free_bytes: int,
+    weights: Mapping[str, int] | None = None,
+) -> tuple[Prediction, Choice]:
+    if weights is None:
+        weights = {name: transforms.component_bytes(job, name) for name in components}
     strategy, offload = job.config.parallel.vae_strategy, job.config.model.offload
-    predictions = []
-    for request in requests:
-        activations = _activations(job, request, components)
-        prediction, sentence = memory.choose_decode(strategy, weights, activations, offload, free_bytes)
-        if sentence is not None:
-            _say(logging.WARNING, sentence)
-        predictions.append(prediction)
-    if any(prediction.decode == "tile" for prediction in predictions):
-        predictions = [memory.predict(weights, each.activations, offload, "tile") for each in predictions]
-    return max(predictions, key=lambda prediction: prediction.peak)
+    work = [_activations(job, request, components) for request in requests]
+    choice = _common(
+        memory.choose_decode(
+            strategy, spread_of(job, request), memory.find_obstacle(weights, activations, offload, free_bytes)
+        )
+        for request, activations in zip(requests, work, strict=True)
+    )
+    for activations in work:
+        memory.validate_tensors(activations, choice.decode)
+    predictions = [memory.predict(weights, activations, offload, choice.decode) for activations in work]
+    return max(predictions, key=lambda prediction: prediction.peak), choice
+
+
+def _common(choices: Iterable[Choice]) -> Choice:
+    """One decode for all requests."""
+    found = list(choices)
+    return next((choice for choice in found if choice.decode == "tile"), found[0])
 
 
 def _activations(job: Job, request: Request, components: Collection[str]) -> Activations:
     idle = [stage for stage, names in memory.STAGE_WEIGHTS.items() if not set(names) & set(components)]
-    return transforms.activations(job, request, components).without(idle)
+    return transforms.activations(job, request, components, spread_of(job, request)).without(idle)

@@ -51,9 +51,9 @@ class OutputError(OSError):
 
 
 def _active_template() -> dict[str, Any]:
-    parallel = "world_size data_size cfg_size ulysses_size vae_size vae_strategy vae_split tiles"
+    parallel = "world_size data_size cfg_size ulysses_size vae_size vae_strategy vae_split vae_reason tiles"
     return {
-        **dict.fromkeys([*parallel.split(), "attention", "compiled", "cuda_graphs"]),
+        **dict.fromkeys([*parallel.split(), "attention", "compiled", "cuda_graphs", "graph_gib"]),
         "quant": dict.fromkeys(("mode", "layers", "bytes", "backend")),
         "vae_backend": None,
         "vae_dtype": None,

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from vgen import memory
 from vgen.components import ltx2, wan
 from vgen.components.ranks import ALONE
 from vgen.components.types import AttentionSizes
 from vgen.job import Job
 from vgen.loading import DTYPES, component_dtype, exact_fp32
-from vgen.memory import Activations, Decode, weight_bytes
+from vgen.memory import Activations, Decode, Spread, weight_bytes
 from vgen.metrics.timer import Timer, null_timer
 from vgen.parallel.mesh import Mesh
 from vgen.parallel.tiles import Tile
@@ -62,6 +63,12 @@ def build_components(
     return _family(job).build_components(job, device, decode, requests, timer, mesh)
 
 
+def transformers_of(job: Job, components: Any) -> tuple[nn.Module, ...]:
+    """Those of ``build_components``."""
+    transformers: tuple[nn.Module, ...] = _family(job).transformers_of(components)
+    return transformers
+
+
 def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> Any:
     """What a rank that only decodes needs, as ``follow`` of the family's pipeline takes it."""
     return _family(job).build_follower(job, device, decode, mesh)
@@ -99,9 +106,9 @@ def text_config(job: Job) -> dict[str, Any]:
     return sizes
 
 
-def plan_decode(job: Job, request: Request) -> tuple[Tile, ...]:
-    """The tiles of one request's decode."""
-    tiles: tuple[Tile, ...] = _family(job).plan_decode(job, request)
+def plan_decode(job: Job, request: Request, decode: Decode = "tile") -> tuple[Tile, ...]:
+    """The tiles of one request's decode, where it is in tiles."""
+    tiles: tuple[Tile, ...] = _family(job).plan_decode(job, request, decode)
     return tiles
 
 
@@ -111,7 +118,7 @@ def attention_sizes(job: Job, request: Request) -> AttentionSizes:
     return sizes
 
 
-def activations(job: Job, request: Request, components: Collection[str]) -> Activations:
-    """Bytes of one request's work in each stage on a GPU."""
-    work: Activations = _family(job).activations(job, request, components)
+def activations(job: Job, request: Request, components: Collection[str], spread: Spread = memory.ALONE) -> Activations:
+    """Bytes of one request's work in each stage on a GPU of the rank with most to do."""
+    work: Activations = _family(job).activations(job, request, components, spread)
     return work

@@ -47,6 +47,7 @@ def validate(
             _validate_inputs(request, f"request {request.index}: " if len(requests) > 1 else "")
     family.validate(config, requests, architecture, checkpoint)
     _validate_parallel(config, requests, architecture, num_gpus)
+    _validate_graph(config, num_gpus)
 
 
 def _validate_bench(bench: BenchConfig) -> None:
@@ -66,6 +67,8 @@ def _validate_parallel(config: Config, requests: tuple[Request, ...], architectu
             f"launcher.inline=true runs one rank in this process, but the plan has {plan.world_size}; "
             f"use parallel=pvs1 or launcher.inline=false"
         )
+    if not config.task.needs_weights:
+        return
     if config.device == "cuda" and num_gpus == 0:
         raise ConfigurationError("device=cuda, but this machine shows no CUDA device; use device=cpu")
     if config.device != "cpu" and num_gpus and plan.world_size > num_gpus:
@@ -80,7 +83,9 @@ def _reasons(config: Config, plan: ParallelPlan, requests: tuple[Request, ...], 
     if sentences := layout_reasons(plan):
         return sentences
     task, limits = config.task.name, family_of(config).limits(config, requests, architecture)
-    if task == "generate":
+    if task == "plan":
+        return ()  # it lists which plans can run
+    if task in ("generate", "preflight"):
         return reasons(plan, limits)
     if task == "bench_step":
         return reasons(replace(plan, vae_size=1), limits)
@@ -90,6 +95,32 @@ def _reasons(config: Config, plan: ParallelPlan, requests: tuple[Request, ...], 
     if task != "train_tiny" and plan.world_size > plan.data_size:
         return (f"task={task} spreads prompts over ranks and nothing else; use parallel=pvs1 and parallel.data_size",)
     return ()
+
+
+def _validate_graph(config: Config, num_gpus: int | None) -> None:
+    graph, offload = config.graph, config.model.offload
+    for name in ("warmup", "max_graphs"):
+        if getattr(graph, name) < 1:
+            raise ConfigurationError(f"graph.{name}={getattr(graph, name)} is too few; give 1 or more")
+    if graph.scope == "step":
+        raise ConfigurationError(
+            "graph.scope=step is not built yet: a graph holds one call; use graph.scope=transformer"
+        )
+    if not graph.captures or not config.task.needs_weights:
+        return
+    if config.device == "cpu" or num_gpus == 0:
+        raise ConfigurationError(
+            f"graph={graph.mode} captures CUDA graphs, and this run is on the CPU; use graph=compile or graph=eager"
+        )
+    if offload in ("stages", "expert"):
+        raise ConfigurationError(
+            f"graph={graph.mode} keeps the addresses of the weights, which model.offload={offload} moves; use "
+            f"model.offload=none or text_encoder, or graph=compile"
+        )
+    if graph.strict and not config.bench.warmup:
+        raise ConfigurationError(
+            "graph.strict=true allows only what the warm-up captured, and bench.warmup=0 has none; use bench.warmup=1"
+        )
 
 
 def _validate_vae_strategy(config: Config) -> None:
@@ -102,7 +133,7 @@ def _validate_vae_strategy(config: Config) -> None:
 
 
 def _validate_output(config: Config) -> None:
-    if config.task.name in ("generate", "decode") and not config.output.save:
+    if config.task.name in ("generate", "preflight", "decode") and not config.output.save:
         raise ConfigurationError("output.save=[] would throw the video away; give one or more of mp4, latents, frames")
     if not 0 <= config.output.video_crf <= 51:
         raise ConfigurationError(f"output.video_crf={config.output.video_crf} is outside H.264's 0 (best) to 51")

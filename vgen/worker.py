@@ -19,24 +19,32 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from launchers.rank import die_with_parent, error_file, write_error
 from vgen import config, record, tracking, transforms
+from vgen.components.ranks import ALONE
 from vgen.job import Job, read_job
 from vgen.metrics.environment import collect_environment
 from vgen.metrics.timer import reduce_max, stage_of, timings_record
-from vgen.parallel.mesh import build_mesh
+from vgen.parallel.mesh import Mesh, build_mesh
+from vgen.parallel.watch import start_watch
 from vgen.tasks import bench_decode, bench_encode, bench_step, decode, generate, score, train_tiny
+from vgen.tasks import plan as plan_task
 from vgen.tasks.types import RankResult, TaskContext
 from vgen.typed import ConfigurationError
 
 log = logging.getLogger("vgen.worker")
 
+COMPILE_TIMEOUT_S = 300.0
+"""How far apart ranks may be that compile in the middle of a stage."""
+
 TASKS = {
     "generate": generate.run,
+    "preflight": generate.run,
     "decode": decode.run,
     "bench_decode": bench_decode.run,
     "bench_encode": bench_encode.run,
     "bench_step": bench_step.run,
     "train_tiny": train_tiny.run,
     "score": score.run,
+    "plan": plan_task.run,
 }
 
 
@@ -86,7 +94,7 @@ def run_rank(job: Job) -> None:
     context = TaskContext(
         job,
         fabric.device,
-        build_mesh(job.plan, fabric.world_size),
+        _place(job, fabric),
         log=tracker.log,
         log_image=tracker.log_image,
     )
@@ -124,6 +132,17 @@ def _join(job: Job) -> Fabric:
     )
     fabric.launch()
     return fabric
+
+
+def _place(job: Job, fabric: Fabric) -> Mesh:
+    """This rank's place among the job's, which note from now on what they wait for."""
+    if job.num_ranks == 1:
+        return ALONE
+    start_watch(job.out_dir)
+    limit_s = job.config.launcher.collective_timeout_s
+    if job.config.graph.compiles:
+        limit_s = max(limit_s, COMPILE_TIMEOUT_S)
+    return build_mesh(job.plan, fabric.world_size, timeout_s=limit_s)
 
 
 def _open_tracker(job: Job, fabric: Fabric) -> tracking.Run:
@@ -185,8 +204,9 @@ def _active(job: Job, ran: dict[str, Any]) -> dict[str, Any]:
     return {
         "world_size": plan.world_size,
         **dataclasses.asdict(plan),
-        "compiled": False,
+        "compiled": job.config.graph.compiles,
         "cuda_graphs": 0,
+        "graph_gib": 0.0,
         "quant": {"mode": job.config.quant.mode},
         "vae_backend": model.vae.backend,
         "vae_dtype": "fp32" if job.device == "cpu" else job.config.quant.mode,

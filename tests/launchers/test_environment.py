@@ -57,8 +57,15 @@ def test_rank_environment_replaces_the_outer_launcher() -> None:
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": "20001",
         "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
     }
     assert base == before
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC"])
+def test_the_wait_of_the_watchdog_can_be_set(name: str) -> None:
+    found = environment({name: "9000"})
+    assert {key: value for key, value in found.items() if key.endswith("DUMP_MILSEC")} == {name: "9000"}
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(2, "1"), (9, "2"), (32, "8")])

@@ -56,6 +56,12 @@ def describe(sizes: list[tuple[int, ...]]) -> list[dict[str, Any]]:
             total = torch.tensor(2 ** dist.get_rank())
             dist.all_reduce(total, group=group)
             groups[kind] = (dist.get_process_group_ranks(group), dist.get_rank(group), int(total))
+        if mesh.replica is None:
+            assert mesh.patient is None
+        else:
+            assert mesh.patient is not mesh.replica
+            assert dist.get_process_group_ranks(mesh.patient) == dist.get_process_group_ranks(mesh.replica)
+        mesh.wait_for_replica()
         place = (mesh.data_rank, mesh.cfg_rank, mesh.ulysses_rank, mesh.vae_rank)
         seen.append({"place": place, "groups": groups})
     wrong = dist.get_world_size() + 1
@@ -94,5 +100,6 @@ def test_one_rank_needs_no_process_group() -> None:
     mesh = build_mesh(ParallelPlan(), 1)
     assert (mesh.data_rank, mesh.cfg_rank, mesh.ulysses_rank, mesh.vae_rank) == (0, 0, 0, 0)
     assert [getattr(mesh, kind) for kind in KINDS] == [None] * 4
+    mesh.wait_for_replica()
     with pytest.raises(ValueError, match=r"the plan has 2 rank\(s\), the job 2 and its process group 1; start as many"):
         build_mesh(ParallelPlan(cfg_size=2), 2)

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vgen import checkpoint
+from vgen import checkpoint, memory
 from vgen.components.prompts import build_encode_prompts
-from vgen.components.ranks import ALONE, VaeShare, hand_over, is_first, own_parts, passes_over, receive
+from vgen.components.ranks import ALONE, VaeShare, hand_over, is_first, own_parts, passes_over, receive, transform
 from vgen.components.types import AttentionSizes
 from vgen.config import SamplerConfig
 from vgen.families.ltx2 import tile_settings
 from vgen.job import Job
 from vgen.loading import DTYPES, load, place
 from vgen.ltx2_memory import TextSizes, estimate
-from vgen.memory import Activations, Decode
+from vgen.memory import Activations, Decode, Spread
 from vgen.metrics.timer import Timer, null_timer
 from vgen.models import gemma3
 from vgen.models.attention_backends import apply_attention
@@ -29,9 +29,9 @@ from vgen.models.ltx2.transformer import LTX2Transformer
 from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.models.ltx2.vocoder import Vocoder
+from vgen.parallel.balance import TileCost, balanced_tiles
 from vgen.parallel.mesh import Mesh
 from vgen.parallel.tiles import Tile, plan_tiles
-from vgen.parallel.ulysses import apply_ulysses
 from vgen.pipelines.ltx2 import plan_request_passes
 from vgen.pipelines.types import Components, Decoders, Follower
 from vgen.requests import Request
@@ -69,7 +69,7 @@ def build_components(
     residency = Residency(device, {}, {})
     encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
     transformer = build_transformer(job, device, residency)
-    apply_ulysses(transformer, PLAN, mesh.ulysses)
+    transform(transformer, PLAN, job, device, mesh)
     return Components(
         architecture=job.architecture,
         encode_prompts=encode,
@@ -82,6 +82,10 @@ def build_components(
         dtype=DTYPES[job.config.quant.mode],
         hand_over=hand_over(job, mesh),
     )
+
+
+def transformers_of(components: Components) -> tuple[nn.Module, ...]:
+    return (components.transformer,)
 
 
 def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> Follower:
@@ -159,7 +163,7 @@ def build_decoders(
     """Of one rank that decodes; the sound is the first one's."""
     video = build_video_decoder(job, device)
     place(job, residency, "video_decoder", video)
-    decode_video = _build_decode(video, VaeShare(job, mesh, decode, tile_settings(job.config)))
+    decode_video = build_decode(video, VaeShare(job, mesh, decode, tile_settings(job.config)))
     if not is_first(mesh):
         return Decoders(decode_video, audio=None)
     vocoder = _load(job, "vocoder", device)
@@ -217,13 +221,17 @@ def build_video_decoder(job: Job, device: torch.device) -> VideoDecoder:
     return decoder
 
 
-def plan_decode(job: Job, request: Request) -> tuple[Tile, ...]:
-    """The tiles of one request's decode."""
-    geometry = latent_geometry(request)
-    return plan_tiles(geometry.latent_frames, geometry.latent_height, geometry.latent_width, tile_settings(job.config))
+def plan_decode(job: Job, request: Request, decode: Decode = "tile") -> tuple[Tile, ...]:
+    """The tiles of one request's decode, ``tile`` or ``tile_balanced``."""
+    geometry, settings = latent_geometry(request), tile_settings(job.config)
+    sizes = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
+    if decode == "tile_balanced":
+        return balanced_tiles(sizes, settings, job.plan.vae_size, TileCost(fixed=0, per_latent=1)).tiles
+    return plan_tiles(*sizes, settings)
 
 
-def _build_decode(decoder: nn.Module, share: VaeShare) -> DecodeVideo:
+def build_decode(decoder: nn.Module, share: VaeShare) -> DecodeVideo:
+    """This rank's part of a decode, as the strategy has it."""
     if share.strategy in ("whole", "halo"):
         adapted = share.adapt(decoder)
 
@@ -262,10 +270,16 @@ def keeps_float32(job: Job, component: str) -> Callable[[str], bool] | None:  # 
     return None
 
 
-def activations(job: Job, request: Request, components: Collection[str]) -> Activations:  # noqa: ARG001
+def activations(
+    job: Job,
+    request: Request,
+    components: Collection[str],  # noqa: ARG001
+    spread: Spread = memory.ALONE,
+) -> Activations:
     text = text_config(job)
     sampler = job.config.sampler
     assert isinstance(sampler, SamplerConfig)
+    passes = plan_request_passes(request, sampler)
     return estimate(
         job.architecture,
         latent_geometry(request),
@@ -275,12 +289,14 @@ def activations(job: Job, request: Request, components: Collection[str]) -> Acti
             intermediate_size=text["intermediate_size"],
             num_states=text["num_hidden_layers"] + 1,
         ),
-        plan_decode(job, request),
+        {decode: plan_decode(job, request, decode) for decode in memory.TILED},
         value_bytes=DTYPES[job.config.quant.mode].itemsize,
-        contexts=1 + needs_negative(plan_request_passes(request, sampler)),
+        contexts=1 + needs_negative(passes),
+        passes=len(passes),
         encoded_frames=_encoded_frames(job, request),
         encodes_sound=request.sound_source is not None,
         conditioned=bool(request.images),
+        spread=spread,
     )
 
 

@@ -1,6 +1,6 @@
 """What a rank builds and does by its place in the mesh: its share of encodes and decodes, and latents handed over."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,14 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vgen.graph.apply import apply_graph, graphs_of
+from vgen.graph.backend import CudaBackend
+from vgen.graph.pool import GraphPool
 from vgen.job import Job
-from vgen.memory import Decode
+from vgen.memory import GIB, Decode
+from vgen.models.plan import Plan
 from vgen.parallel.balance import TileCost, balanced_tiles
 from vgen.parallel.guidance import build_run_passes
 from vgen.parallel.mesh import Mesh
 from vgen.parallel.tile_parallel import decode_tiles_parallel, encode_tiles_parallel
 from vgen.parallel.tiles import Tile, TileSettings, decode_tiled, encode_tiled, plan_tiles
+from vgen.parallel.ulysses import apply_ulysses
 from vgen.parallel.vae import from_vae
+from vgen.parallel.watch import collective
 from vgen.stages.run_passes import RunPasses, run_serially
 
 ALONE = Mesh(0, 0, 0, 0, None, None, None, None)
@@ -83,6 +89,38 @@ def own_parts(parts: Iterator[Tensor | None]) -> Iterator[Tensor]:
             yield part
 
 
+def transform(
+    transformer: nn.Module,
+    plan: Plan,
+    job: Job,
+    device: torch.device,
+    mesh: Mesh,
+    pool: GraphPool | None = None,
+) -> None:
+    """Spread the tokens of a loaded ``transformer`` over the ranks, compile it, capture it: in this order, in place.
+
+    ``pool``: of another transformer that never runs at the same time.
+    """
+    apply_ulysses(transformer, plan, mesh.ulysses)
+    apply_graph(transformer, plan, job.config.graph, device, group=mesh.ulysses, pool=pool)
+
+
+def graph_pool(job: Job, device: torch.device) -> GraphPool | None:
+    """The memory that captured transformers share; None where nothing is captured."""
+    return GraphPool(CudaBackend(device)) if job.config.graph.captures else None
+
+
+def graph_report(transformers: Iterable[nn.Module]) -> dict[str, Any]:
+    """Of all graphs of the run so far: ``cuda_graphs`` held, ``graph_gib`` of their pool and inputs, ``capture_s``."""
+    stats = [graphs.stats() for graphs in map(graphs_of, transformers) if graphs is not None]
+    held = max((one.pool_bytes for one in stats), default=0) + sum(one.input_bytes for one in stats)
+    return {
+        "cuda_graphs": sum(len(one.graph_bytes) for one in stats),
+        "graph_gib": held / GIB,
+        "capture_s": sum(one.capture_s for one in stats),
+    }
+
+
 def is_first(mesh: Mesh) -> bool:
     """Whether this is the rank of its replica that has the frames and writes the files."""
     return mesh.vae_rank == 0
@@ -104,9 +142,12 @@ def hand_over(job: Job, mesh: Mesh) -> Callable[[Tensor], None]:
     group = mesh.vae
 
     def give(latents: Tensor) -> None:
-        dist.broadcast_object_list([(tuple(latents.shape), latents.dtype)], _first(group), group, latents.device)
-        # A copy: every denoising rank has these latents, and all but the first would overwrite its own.
-        dist.broadcast(latents.clone(memory_format=torch.contiguous_format), _first(group), group)
+        header = [(tuple(latents.shape), latents.dtype)]
+        mesh.wait_for_replica()
+        with collective("hand over: latents", group):
+            dist.broadcast_object_list(header, _first(group), group, latents.device)
+            # A copy: every denoising rank has these latents, and all but the first would overwrite its own.
+            dist.broadcast(latents.clone(memory_format=torch.contiguous_format), _first(group), group)
 
     return give
 
@@ -115,10 +156,12 @@ def receive(mesh: Mesh, device: torch.device) -> Tensor:
     """The final latents, on a rank that only decodes."""
     assert mesh.vae is not None
     header: list[Any] = [None]
-    dist.broadcast_object_list(header, _first(mesh.vae), mesh.vae, device)
-    shape, dtype = header[0]
-    latents = torch.empty(shape, dtype=dtype, device=device)
-    dist.broadcast(latents, _first(mesh.vae), mesh.vae)
+    mesh.wait_for_replica()  # for as long as the denoising takes
+    with collective("hand over: latents", mesh.vae):
+        dist.broadcast_object_list(header, _first(mesh.vae), mesh.vae, device)
+        shape, dtype = header[0]
+        latents = torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(latents, _first(mesh.vae), mesh.vae)
     return latents
 
 

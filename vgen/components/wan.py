@@ -7,15 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vgen import checkpoint
+from vgen import checkpoint, memory
 from vgen.components.prompts import build_encode_prompts
-from vgen.components.ranks import ALONE, VaeShare, hand_over, own_parts, passes_over, receive
+from vgen.components.ranks import (
+    ALONE,
+    VaeShare,
+    graph_pool,
+    hand_over,
+    own_parts,
+    passes_over,
+    receive,
+    transform,
+)
 from vgen.components.types import AttentionSizes
 from vgen.diffusion.wan_guidance import Expert
 from vgen.families.wan import flow_sampler, tile_settings
 from vgen.job import Job
 from vgen.loading import DTYPES, load, place
-from vgen.memory import Activations, Decode
+from vgen.memory import Activations, Decode, Spread
 from vgen.metrics.timer import Timer, null_timer
 from vgen.models.attention_backends import apply_attention
 from vgen.models.wan import plan, text
@@ -24,9 +33,9 @@ from vgen.models.wan.image_encoder import build_image_encoder, restore_buffers
 from vgen.models.wan.transformer import WanTransformer
 from vgen.models.wan.vae import VideoDecoder, VideoEncoder
 from vgen.models.wan.vae_blocks import apply_channels_last
+from vgen.parallel.balance import TileCost, balanced_tiles
 from vgen.parallel.mesh import Mesh
 from vgen.parallel.tiles import Tile, plan_tiles
-from vgen.parallel.ulysses import apply_ulysses
 from vgen.pipelines.wan import WanComponents, WanDecoders, WanFollower, is_guided, latent_geometry, plan_request
 from vgen.requests import Request
 from vgen.residency import Residency
@@ -75,8 +84,9 @@ def build_components(
     residency = Residency(device, {}, {})
     encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
     experts = {expert: build_transformer(job, device, residency, name) for expert, name in _experts(job).items()}
+    pool = graph_pool(job, device)  # one for both, which never run at the same time
     for transformer in experts.values():
-        apply_ulysses(transformer, plan.PLAN, mesh.ulysses)
+        transform(transformer, plan.PLAN, job, device, mesh, pool)
     return WanComponents(
         architecture=job.architecture,
         encode_prompts=encode,
@@ -89,6 +99,10 @@ def build_components(
         device=device,
         hand_over=hand_over(job, mesh),
     )
+
+
+def transformers_of(components: WanComponents) -> tuple[nn.Module, ...]:
+    return tuple(components.experts.values())
 
 
 def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> WanFollower:
@@ -138,7 +152,7 @@ def build_encode_video(
     """Over the ranks as the video is decoded, where all of them have a part."""
     video = build_video_encoder(job, device)
     place(job, residency, "video_encoder", video)
-    return _build_encode(job, video, VaeShare(job, mesh, decode, tile_settings(job.config, job.architecture)))
+    return build_encode(job, video, VaeShare(job, mesh, decode, tile_settings(job.config, job.architecture)))
 
 
 def build_encoders(
@@ -167,7 +181,7 @@ def build_decoders(
     decoder = build_video_decoder(job, device)
     place(job, residency, "video_decoder", decoder)
     share = VaeShare(job, mesh, decode, tile_settings(job.config, job.architecture))
-    return WanDecoders(_build_decode(job, decoder, share), job.architecture)
+    return WanDecoders(build_decode(job, decoder, share), job.architecture)
 
 
 def text_config(job: Job) -> dict[str, Any]:
@@ -231,18 +245,17 @@ def _load(job: Job, component: str, device: torch.device) -> nn.Module:
     )
 
 
-def plan_decode(job: Job, request: Request) -> tuple[Tile, ...]:
-    """The tiles of one request's decode."""
-    geometry = latent_geometry(request, job.architecture)
-    return plan_tiles(
-        geometry.latent_frames,
-        geometry.latent_height,
-        geometry.latent_width,
-        tile_settings(job.config, job.architecture),
-    )
+def plan_decode(job: Job, request: Request, decode: Decode = "tile") -> tuple[Tile, ...]:
+    """The tiles of one request's decode, ``tile`` or ``tile_balanced``."""
+    geometry, settings = latent_geometry(request, job.architecture), tile_settings(job.config, job.architecture)
+    sizes = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
+    if decode == "tile_balanced":
+        return balanced_tiles(sizes, settings, job.plan.vae_size, TileCost(fixed=0, per_latent=1)).tiles
+    return plan_tiles(*sizes, settings)
 
 
-def _build_decode(job: Job, decoder: Any, share: VaeShare) -> DecodeVideo:
+def build_decode(job: Job, decoder: Any, share: VaeShare) -> DecodeVideo:
+    """This rank's part of a decode of the VAE's own latents, as the strategy has it."""
     chunk, dtype = job.config.model.vae.chunk, next(decoder.parameters()).dtype
     adapted = share.adapt(decoder)
 
@@ -256,7 +269,8 @@ def _build_decode(job: Job, decoder: Any, share: VaeShare) -> DecodeVideo:
     return decode
 
 
-def _build_encode(job: Job, encoder: Any, share: VaeShare) -> EncodeVideo:
+def build_encode(job: Job, encoder: Any, share: VaeShare) -> EncodeVideo:
+    """This rank's part of an encode, as the strategy has it where all ranks of a replica have a part."""
     chunk, dtype = job.config.model.vae.chunk, next(encoder.parameters()).dtype
     adapted = share.adapt(encoder) if share.shares_encode else encoder
 
@@ -276,7 +290,12 @@ def attention_sizes(job: Job, request: Request) -> AttentionSizes:
     return AttentionSizes(num_heads=config.num_attention_heads, head_dim=config.attention_head_dim, tokens=tokens)
 
 
-def activations(job: Job, request: Request, components: Collection[str]) -> Activations:  # noqa: ARG001
+def activations(
+    job: Job,
+    request: Request,
+    components: Collection[str],  # noqa: ARG001
+    spread: Spread = memory.ALONE,
+) -> Activations:
     plans = plan_request(flow_sampler(job.config), job.config.model.boundary)
     encoded = 0
     if request.images or job.config.task.name == "bench_encode":
@@ -285,7 +304,7 @@ def activations(job: Job, request: Request, components: Collection[str]) -> Acti
         job.architecture,
         latent_geometry(request, job.architecture),
         text_config(job),
-        plan_decode(job, request),
+        {decode: plan_decode(job, request, decode) for decode in memory.TILED},
         text_tokens=job.config.model.text_encoder.max_length,
         value_bytes=DTYPES[job.config.quant.mode].itemsize,
         contexts=1 + is_guided(plans),
@@ -293,4 +312,5 @@ def activations(job: Job, request: Request, components: Collection[str]) -> Acti
         encoded_frames=encoded,
         residual=job.config.model.residual,
         held=bool(request.images) and job.architecture.kind == "ti2v",
+        spread=spread,
     )

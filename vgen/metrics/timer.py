@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from launchers.notes import note_stage
 from vgen.metrics.memory import peak_device_gib, peak_host_gib, reset_peak_device
 
 
@@ -61,6 +62,7 @@ class StageTimer:
         self._wait()
         self._settle()
         self._open.append(stage)
+        note_stage(stage)
         self._marks.setdefault(stage, []).append([self._mark()])
         try:
             yield
@@ -81,6 +83,7 @@ class StageTimer:
             self._settle()
             # A stage held open by a generator may end after one that began later.
             del self._open[len(self._open) - 1 - self._open[::-1].index(stage)]
+            note_stage(self.current)
 
     def step(self) -> None:
         if self._open:

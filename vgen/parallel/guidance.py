@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from vgen.parallel.watch import collective
+
 Outputs = tuple[Tensor | None, ...]
 """What a pass predicts, one tensor per stream; None for a stream that is not there."""
 
@@ -69,7 +71,8 @@ def _gather(own: Sequence[Tensor | None], group: ProcessGroup) -> list[Tensor] |
         return None
     packed = torch.stack(present)
     gathered = [torch.empty_like(packed) for _ in range(group.size())]
-    dist.all_gather(gathered, packed, group=group)
+    with collective("cfg: passes", group):
+        dist.all_gather(gathered, packed, group=group)
     return gathered
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vgen.parallel.watch import collective
+
 Band: TypeAlias = tuple[int, int]
 
 Axis: TypeAlias = Literal["height", "width", "auto"]
@@ -80,7 +82,8 @@ def exchange_lines(
         from_previous = _pass_on(ops, x_last, rank - 1, rank + 1, group)
     if x_first is not None:
         from_next = _pass_on(ops, x_first, rank + 1, rank - 1, group)
-    _wait(ops)
+    with collective("halo: lines", group):
+        _wait(ops)
     return from_previous, from_next
 
 
@@ -119,21 +122,23 @@ def gather_bands(
     whole = None
     if rank == 0 or not to_first_only:
         whole = torch.empty(size, dtype=local.dtype, device=local.device, memory_format=memory_format)
-    for source, (start, stop) in enumerate(bands):
-        size[dim] = stop - start
-        if rank == source:
-            packed = _packed(local, channels_last)
-        elif whole is not None:
-            packed = _empty_packed(local, size, channels_last)
-        else:
-            continue
-        if not to_first_only:
-            dist.broadcast(packed, dist.get_global_rank(group, source), group=group)
-        elif source > 0:
-            op = _p2p(dist.isend, packed, 0, group) if rank else _p2p(dist.irecv, packed, source, group)
-            _wait([op])
-        if whole is not None:
-            whole.narrow(dim, start, stop - start).copy_(_unpacked(packed, channels_last))
+    # Once for all bands: a rank has no part in some of their messages, and the ranks count alike.
+    with collective("halo: bands", group):
+        for source, (start, stop) in enumerate(bands):
+            size[dim] = stop - start
+            if rank == source:
+                packed = _packed(local, channels_last)
+            elif whole is not None:
+                packed = _empty_packed(local, size, channels_last)
+            else:
+                continue
+            if not to_first_only:
+                dist.broadcast(packed, dist.get_global_rank(group, source), group=group)
+            elif source > 0:
+                op = _p2p(dist.isend, packed, 0, group) if rank else _p2p(dist.irecv, packed, source, group)
+                _wait([op])
+            if whole is not None:
+                whole.narrow(dim, start, stop - start).copy_(_unpacked(packed, channels_last))
     return whole
 
 

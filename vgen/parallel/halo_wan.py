@@ -26,6 +26,7 @@ from vgen.models.wan.vae import VideoDecoder, VideoEncoder, chunk_length, valida
 from vgen.models.wan.vae_blocks import CausalConv3d, FillBorder, FrameAttention, FrameConv
 from vgen.models.wan.vae_levels import most_decoder_frames, most_encoder_frames
 from vgen.parallel.halo import Axis, Cut, cut_latents, exchange_lines, gather_bands, validate_axis
+from vgen.parallel.watch import collective
 
 
 class HaloDecoder:
@@ -193,5 +194,6 @@ def gather_tokens(x: Tensor, tokens: Sequence[int], group: dist.ProcessGroup) ->
         padded = x.new_empty((*x.shape[:-2], longest, x.shape[-1]))
         padded[..., : x.shape[-2], :] = x
     gathered = [torch.empty_like(padded) for _ in tokens]
-    dist.all_gather(gathered, padded, group=group)
+    with collective("halo: keys and values", group):
+        dist.all_gather(gathered, padded, group=group)
     return torch.cat([part[..., :count, :] for part, count in zip(gathered, tokens, strict=True)], dim=-2)

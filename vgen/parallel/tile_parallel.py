@@ -33,6 +33,7 @@ from vgen.parallel.tiles import (
     summed_latent_weights,
     summed_weights,
 )
+from vgen.parallel.watch import collective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +145,8 @@ def _with_idle_ranks(
     if group is not None and tiles < dist.get_world_size(group):
         channels_last = total is not None and total.is_contiguous(memory_format=torch.channels_last_3d)
         layout: list[Any] = [None if total is None else (total.shape, total.dtype, channels_last, dtype)]
-        dist.broadcast_object_list(layout, src=dist.get_global_rank(group, 0), group=group, device=device)
+        with collective("tiles: layout", group):
+            dist.broadcast_object_list(layout, src=dist.get_global_rank(group, 0), group=group, device=device)
         shape, sum_dtype, channels_last, dtype = layout[0]
         if total is None:
             memory_format = torch.channels_last_3d if channels_last else torch.contiguous_format
@@ -159,10 +161,11 @@ def _sum_over_ranks(total: Tensor, group: dist.ProcessGroup | None, to_first_onl
         return True
     # Row-major by the order in memory: not every backend takes other strides.
     dense = total if total.is_contiguous() else total.permute(0, 2, 3, 4, 1)
-    if not to_first_only:
-        dist.all_reduce(dense, group=group)
-        return True
-    dist.reduce(dense, dst=dist.get_global_rank(group, 0), group=group)
+    with collective("tiles: sum", group):
+        if not to_first_only:
+            dist.all_reduce(dense, group=group)
+            return True
+        dist.reduce(dense, dst=dist.get_global_rank(group, 0), group=group)
     return dist.get_rank(group) == 0
 
 

@@ -104,7 +104,7 @@ class _Ulysses:
             return output
         velocity, *others = output if isinstance(output, tuple) else (output,)
         dim = self.plan.stream_token_dim
-        velocity = gather(velocity, dim, self.group).narrow(dim, 0, self.tokens)
+        velocity = gather(velocity, dim, self.group, "ulysses: velocity").narrow(dim, 0, self.tokens)
         return (velocity, *others) if isinstance(output, tuple) else velocity
 
     def attend_self(
@@ -112,18 +112,21 @@ class _Ulysses:
     ) -> Tensor:
         """The video's tokens attend to each other. Returns [B, N, s, H]."""
         _refuse_mask(mask)
-        q_BnSH, k_BnSH, v_BnSH = heads_for_tokens((q_BNsH, k_BNsH, v_BNsH), self.group)
-        return tokens_for_heads(attend(q_BnSH, *self._true(k_BnSH, v_BnSH), None), self.group)
+        q_BnSH, k_BnSH, v_BnSH = heads_for_tokens(
+            (q_BNsH, k_BNsH, v_BNsH), self.group, "ulysses: queries, keys and values"
+        )
+        out_BnSH = attend(q_BnSH, *self._true(k_BnSH, v_BnSH), None)
+        return tokens_for_heads(out_BnSH, self.group, "ulysses: attention")
 
     def attend_video(
         self, attend: Attend, q_BNAH: Tensor, k_BNsH: Tensor, v_BNsH: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """A stream that is whole on every rank attends to the video's tokens. Returns [B, N, A, H]."""
         _refuse_mask(mask)
-        k_BnSH, v_BnSH = heads_for_tokens((k_BNsH, v_BNsH), self.group)
+        k_BnSH, v_BnSH = heads_for_tokens((k_BNsH, v_BNsH), self.group, "ulysses: keys and values")
         q_BnAH = q_BNAH.chunk(self.group.size(), dim=1)[self.group.rank()]
         out_BnAH = attend(q_BnAH, *self._true(k_BnSH, v_BnSH), None)
-        return gather(out_BnAH.transpose(1, 2), 2, self.group).transpose(1, 2)
+        return gather(out_BnAH.transpose(1, 2), 2, self.group, "ulysses: cross-attention").transpose(1, 2)
 
     def _true(self, k_BnSH: Tensor, v_BnSH: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values without those of repeated tokens."""

@@ -1,19 +1,23 @@
-"""``task=bench_decode``: whole and tiled decode of one request's size, and bench.peers, in one process."""
+"""``task=bench_decode``: whole and tiled decode of one request's size, over ranks too, and bench.peers."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vgen import planning, transforms
 from vgen.components import ltx2
+from vgen.components.ranks import VaeShare
+from vgen.families.ltx2 import tile_settings
+from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.parallel.tiles import decode_tiled
 from vgen.stages.latents import latent_geometry, make_noise, unpack_video
 from vgen.tasks import bench_wan, peers
-from vgen.tasks.bench import write_bench
-from vgen.tasks.measure import Measurement, measure, relative_error
+from vgen.tasks.bench import Bench, shares, timed_and_joined
 from vgen.tasks.types import RankResult, TaskContext
 
 
@@ -36,39 +40,34 @@ def _run_ltx2(context: TaskContext) -> RankResult:
         make_noise(geometry, job.architecture, seed=request.seed, device=device, dtype=dtype).video, geometry
     )
     tiles = transforms.plan_decode(job, request)
-    rows, errors = [], {}
+    rows = Bench(context)
     with torch.no_grad():
+        rows.row("vgen whole", lambda: decoder(latents))
+        rows.row(f"vgen {len(tiles)} tiles", *timed_and_joined(lambda: decode_tiled(decoder, latents, tiles)))
 
-        def whole() -> Tensor:
-            return decoder(latents)
+        def shared(share: VaeShare) -> tuple[Callable[[], object], Callable[[], Tensor | None]]:
+            return timed_and_joined(partial(ltx2.build_decode(decoder, share), latents))
 
-        def tiled() -> list[Tensor]:
-            return list(decode_tiled(decoder, latents, tiles))
-
-        rows.append(measure("vgen whole", whole, device, warmup=bench.warmup, repeats=bench.repeats))
-        reference = whole().cpu()
-        rows.append(measure(f"vgen {len(tiles)} tiles", tiled, device, warmup=bench.warmup, repeats=bench.repeats))
-        errors[f"vgen {len(tiles)} tiles"] = relative_error(torch.cat(tiled(), dim=2).cpu(), reference)
+        ways = shares(
+            context, tile_settings(job.config), (latents.shape[3], latents.shape[4]), ("halo", "tile", "tile_balanced")
+        )
+        rows.rows_over_ranks(ways, shared)
         if "diffusers" in bench.peers:
-            row, error = _bench_diffusers(context, decoder, latents, reference)
-            rows.append(row)
-            errors[row.name] = error
-    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against="vgen whole")
+            peer = _peer(decoder, job) if context.is_first else None
+
+            def theirs() -> Tensor:
+                normal = decoder.per_channel_statistics(latents)
+                frames: Tensor = cast(Any, peer).decode(normal, return_dict=False)[0]
+                return frames
+
+            rows.row("diffusers whole", theirs)
+    rows.write()
     return result
 
 
-def _bench_diffusers(
-    context: TaskContext, decoder: VideoDecoder, latents: Tensor, reference: Tensor
-) -> tuple[Measurement, float]:
-    bench, config = context.job.config.bench, context.job.architecture.video_decoder
-    # The peer keeps its own memory format: its weights as it would load them, contiguous.
-    peer = peers.diffusers_video_decoder(decoder, config)
+def _peer(decoder: VideoDecoder, job: Job) -> nn.Module:
+    """Its own memory format: its weights as it would load them, contiguous."""
+    peer = peers.diffusers_video_decoder(decoder, job.architecture.video_decoder)
     for parameter in peer.parameters():
         parameter.data = parameter.data.contiguous()
-
-    def decode() -> Tensor:
-        frames: Tensor = cast(Any, peer).decode(decoder.per_channel_statistics(latents), return_dict=False)[0]
-        return frames
-
-    row = measure("diffusers whole", decode, context.device, warmup=bench.warmup, repeats=bench.repeats)
-    return row, relative_error(reference, decode().cpu())
+    return peer

@@ -1,16 +1,20 @@
 """``task=bench_encode``: encode of one clip of a request's size, and bench.peers, in one process."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vgen import planning, transforms
 from vgen.components import ltx2
+from vgen.components.ranks import VaeShare
+from vgen.families.ltx2 import tile_settings
+from vgen.job import Job
 from vgen.metrics.timer import StageTimer
+from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.tasks import bench_wan, peers
-from vgen.tasks.bench import write_bench
-from vgen.tasks.measure import measure, relative_error
+from vgen.tasks.bench import Bench, shares
 from vgen.tasks.types import RankResult, TaskContext
 
 
@@ -31,27 +35,32 @@ def _run_ltx2(context: TaskContext) -> RankResult:
     generator = torch.Generator().manual_seed(request.seed)
     shape = (1, 3, request.num_frames, request.height, request.width)
     frames = (2 * torch.rand(shape, generator=generator) - 1).to(device, dtype)
-    rows, errors = [], {}
+    rows = Bench(context)
+    settings = tile_settings(job.config)
+    sizes = (request.height // settings.compression[1], request.width // settings.compression[2])
     with torch.no_grad():
+        rows.row("vgen whole", lambda: encoder(frames))
 
-        def ours() -> Tensor:
-            latents: Tensor = encoder(frames)
-            return latents
+        def shared(share: VaeShare) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+            adapted = share.adapt(encoder)
+            return (lambda: adapted(frames),) * 2
 
-        rows.append(measure("vgen whole", ours, device, warmup=bench.warmup, repeats=bench.repeats))
-        reference = ours().cpu()
+        rows.rows_over_ranks(shares(context, settings, sizes, ("halo",)), shared)
         if "diffusers" in bench.peers:
-            peer = peers.diffusers_video_encoder(encoder, job.architecture.video_encoder)
-            # The peer keeps its own memory format: its weights as it would load them, contiguous.
-            for parameter in peer.parameters():
-                parameter.data = parameter.data.contiguous()
+            peer = _peer(encoder, job) if context.is_first else None
 
             def theirs() -> Tensor:
                 latents: Tensor = cast(Any, peer).encode(frames, return_dict=False)[0].mode()
                 return latents
 
-            rows.append(measure("diffusers whole", theirs, device, warmup=bench.warmup, repeats=bench.repeats))
-            statistics = encoder.per_channel_statistics
-            errors["diffusers whole"] = relative_error(reference, statistics.normalize(theirs()).cpu())
-    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against="vgen whole")
+            rows.row("diffusers whole", theirs, lambda: encoder.per_channel_statistics.normalize(theirs()))
+    rows.write()
     return result
+
+
+def _peer(encoder: VideoEncoder, job: Job) -> nn.Module:
+    """Its own memory format: its weights as it would load them, contiguous."""
+    peer = peers.diffusers_video_encoder(encoder, job.architecture.video_encoder)
+    for parameter in peer.parameters():
+        parameter.data = parameter.data.contiguous()
+    return peer

@@ -1,6 +1,7 @@
-"""``task=bench_step``: one transformer forward of one request's size, and bench.peers, in one process."""
+"""``task=bench_step``: one transformer forward of one request's size, over ranks too, and bench.peers."""
 
 import dataclasses
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,12 @@ from vgen.components import ltx2
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.geometry import Geometry
+from vgen.models.ltx2.plan import PLAN
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
 from vgen.stages.latents import Latents, latent_geometry, make_noise
 from vgen.stages.text import Context
 from vgen.tasks import bench_wan, peers
-from vgen.tasks.bench import write_bench
-from vgen.tasks.measure import measure, relative_error
+from vgen.tasks.bench import Bench, rows_of_graphs, rows_of_plan
 from vgen.tasks.types import RankResult, TaskContext
 
 SIGMA = 0.5
@@ -39,31 +40,23 @@ def _run_ltx2(context: TaskContext) -> RankResult:
     latents = make_noise(geometry, job.architecture, seed=job.requests[0].seed, device=device, dtype=dtype)
     assert latents.audio is not None
     text = _random_text(job, device, dtype)
-    errors, rows = {}, []
+    rows = Bench(context)
     with torch.no_grad():
         prepared = transformer.prepare_text(text.video, "video"), transformer.prepare_text(text.audio, "audio")
 
         def ours() -> tuple[Tensor, Tensor]:
             return _forward(transformer, geometry, latents, *prepared)
 
-        def ours_with_text() -> tuple[Tensor, Tensor]:
-            return _forward(transformer, geometry, latents, text.video, text.audio)
-
-        rows.append(measure("vgen eager", ours, device, warmup=bench.warmup, repeats=bench.repeats))
-        reference = ours()
+        rows.row("vgen eager", ours)
         if transformer.config.caption_projection:
             name = "vgen, text each step"
-            rows.append(measure(name, ours_with_text, device, warmup=bench.warmup, repeats=bench.repeats))
-            errors[name] = _error(reference, ours_with_text())
+            rows.row(name, lambda: _forward(transformer, geometry, latents, text.video, text.audio))
         if "diffusers" in bench.peers:
-            peer = peers.diffusers_transformer(transformer, job.architecture.transformer)
-
-            def theirs() -> tuple[Tensor, Tensor]:
-                return _forward_diffusers(peer, geometry, latents, text)
-
-            rows.append(measure("diffusers eager", theirs, device, warmup=bench.warmup, repeats=bench.repeats))
-            errors["diffusers eager"] = _error(reference, theirs())
-    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against="vgen eager")
+            peer = peers.diffusers_transformer(transformer, job.architecture.transformer) if context.is_first else None
+            rows.row("diffusers eager", lambda: _forward_diffusers(cast(nn.Module, peer), geometry, latents, text))
+        rows_of_plan(rows, context, transformer, PLAN, ours)
+        facts = rows_of_graphs(rows, context, transformer, PLAN, ours)
+    rows.write(**facts)
     return result
 
 
@@ -73,10 +66,6 @@ def _random_text(job: Job, device: torch.device, dtype: torch.dtype) -> Context:
     widths = (config.caption_channels,) * 2 if config.caption_projection else (config.width, config.audio_width)
     draw = torch.Generator().manual_seed(0)
     return Context(*(torch.randn(1, length, width, generator=draw).to(device, dtype) for width in widths))
-
-
-def _error(reference: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
-    return max(relative_error(ours, theirs) for ours, theirs in zip(reference, other, strict=True))
 
 
 def _forward(

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from vgen import planning, transforms
 from vgen.components import wan
+from vgen.components.ranks import VaeShare
+from vgen.families.wan import tile_settings
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer
+from vgen.models.wan import plan
 from vgen.models.wan.conditioning import hold_first_frames
 from vgen.models.wan.patches import patchify, unpatchify
 from vgen.models.wan.transformer import Stream
 from vgen.models.wan.vae import denormalize_latents
 from vgen.pipelines.wan import latent_geometry, make_noise
 from vgen.tasks import peers
-from vgen.tasks.bench import write_bench
-from vgen.tasks.measure import Measurement, measure, relative_error
+from vgen.tasks.bench import Bench, rows_of_graphs, rows_of_plan, shares, timed_and_joined
 from vgen.tasks.types import RankResult, TaskContext
 
 TIMESTEP = 500.0
@@ -32,8 +34,7 @@ def step(context: TaskContext) -> RankResult:
     job, device, bench = context.job, context.device, context.job.config.bench
     dtype = transforms.DTYPES[job.config.quant.mode]
     timer, result = StageTimer(device), RankResult()
-    plan = planning.plan_run(job, job.requests, device, ("transformer",))
-    result.active = {"attention": plan.attention}
+    result.active = {"attention": planning.plan_run(job, job.requests, device, ("transformer",)).attention}
     with timer("load"):
         transformer = wan.build_transformer(job, device)
     result.add_once(timer)
@@ -49,13 +50,7 @@ def step(context: TaskContext) -> RankResult:
         image = torch.randn(1, config.pos_embed_seq_len or 257, config.image_dim, generator=draw).to(device, dtype)
     rope = transformer.rope_tables(geometry, device)
     timestep = torch.full((1,), TIMESTEP, device=device)
-    rows: list[Measurement] = []
-    errors = {}
-
-    def bench_one(name: str, call: Callable[[], Tensor]) -> Tensor:
-        rows.append(measure(name, call, device, warmup=bench.warmup, repeats=bench.repeats))
-        return call().float().cpu()
-
+    rows = Bench(context)
     with torch.no_grad():
         prepared = transformer.prepare_text(text, image)
 
@@ -63,16 +58,16 @@ def step(context: TaskContext) -> RankResult:
             tokens = patchify(latents, geometry)
             return unpatchify(transformer(Stream(tokens, timestep, prepared, rows=lookup), rope), geometry)
 
-        reference = bench_one("vgen eager", ours)
+        rows.row("vgen eager", ours)
         if job.architecture.kind == "ti2v":
             held = hold_first_frames(latents[:, :, :1], geometry.latent_frames)
             told = (held.levels * TIMESTEP).unsqueeze(0)
-            bench_one("vgen, first frame held", lambda: ours(told, held.rows))
+            rows.row("vgen, first frame held", lambda: ours(told, held.rows))
         if "diffusers" in bench.peers:
-            peer = peers.diffusers_wan_transformer(transformer, config, dtype)
+            peer = peers.diffusers_wan_transformer(transformer, config, dtype) if context.is_first else None
 
             def theirs() -> Tensor:
-                velocity: Tensor = peer(
+                velocity: Tensor = cast(Any, peer)(
                     hidden_states=latents,
                     timestep=timestep,
                     encoder_hidden_states=text,
@@ -81,9 +76,10 @@ def step(context: TaskContext) -> RankResult:
                 )[0]
                 return velocity
 
-            name = "diffusers eager"
-            errors[name] = relative_error(reference, bench_one(name, theirs))
-    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against="vgen eager")
+            rows.row("diffusers eager", theirs)
+        rows_of_plan(rows, context, transformer, plan.PLAN, ours)
+        facts = rows_of_graphs(rows, context, transformer, plan.PLAN, ours)
+    rows.write(**facts)
     return result
 
 
@@ -100,33 +96,36 @@ def decode(context: TaskContext) -> RankResult:
     result.add_once(timer)
     noise = make_noise(latent_geometry(request, architecture), architecture, seed=request.seed, device=device)
     latents = denormalize_latents(noise, architecture.vae).to(dtype)
-    rows: list[Measurement] = []
-    errors: dict[str, float] = {}
-    reference: Tensor | None = None
+    rows = Bench(context)
     with torch.no_grad():
         for chunk in _chunks(job):
-            name = _chunk_name(chunk)
-            rows.append(_measure_frames(context, name, partial(decoder.decode, latents, chunk)))
-            frames = decoder(latents, chunk).cpu()
-            if reference is None:
-                reference = frames
-            else:
-                errors[name] = relative_error(reference, frames)
-            del frames
-        assert reference is not None
+            rows.row(_chunk_name(chunk), *timed_and_joined(partial(decoder.decode, latents, chunk)))
+
+        def shared(share: VaeShare) -> tuple[Callable[[], object], Callable[[], Tensor | None]]:
+            return timed_and_joined(partial(wan.build_decode(job, decoder, share), latents))
+
+        ways = shares(
+            context,
+            tile_settings(job.config, architecture),
+            (latents.shape[3], latents.shape[4]),
+            ("halo", "tile", "tile_balanced"),
+        )
+        rows.rows_over_ranks(ways, shared)
         if "diffusers" in bench.peers:
-            peer = cast(Any, peers.diffusers_wan_decoder(decoder, architecture.vae))
-            name = "diffusers"
+            peer = peers.diffusers_wan_decoder(decoder, architecture.vae) if context.is_first else None
 
             def theirs() -> Tensor:
-                out: Tensor = peer.decode(latents, return_dict=False)[0]
+                out: Tensor = cast(Any, peer).decode(latents, return_dict=False)[0]
                 return out
 
-            rows.append(measure(name, theirs, device, warmup=bench.warmup, repeats=bench.repeats))
-            # diffusers clamps what it returns.
-            errors[name] = relative_error(reference.clamp(-1, 1), theirs().cpu())
-    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against=rows[0].name)
+            rows.row("diffusers", theirs, like_reference=_clamped)
+    rows.write()
     return result
+
+
+def _clamped(frames: Tensor) -> Tensor:
+    """As diffusers returns them."""
+    return frames.clamp(-1, 1)
 
 
 def encode(context: TaskContext) -> RankResult:
@@ -142,33 +141,26 @@ def encode(context: TaskContext) -> RankResult:
     draw = torch.Generator().manual_seed(request.seed)
     shape = (1, 3, request.num_frames, request.height, request.width)
     frames = (2 * torch.rand(shape, generator=draw) - 1).to(device, dtype)
-    rows: list[Measurement] = []
-    errors: dict[str, float] = {}
-    reference: Tensor | None = None
+    rows = Bench(context)
+    settings = tile_settings(job.config, architecture)
+    sizes = (request.height // settings.compression[1], request.width // settings.compression[2])
     with torch.no_grad():
         for chunk in _chunks(job):
-            name = _chunk_name(chunk)
+            rows.row(_chunk_name(chunk), partial(encoder, frames, chunk))
 
-            def ours(chunk: int | None = chunk) -> Tensor:
-                latents: Tensor = encoder(frames, chunk)
-                return latents
+        def shared(share: VaeShare) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+            return (partial(wan.build_encode(job, encoder, share), frames),) * 2
 
-            rows.append(measure(name, ours, device, warmup=bench.warmup, repeats=bench.repeats))
-            if reference is None:
-                reference = ours().cpu()
-            else:
-                errors[name] = relative_error(reference, ours().cpu())
-        assert reference is not None
+        rows.rows_over_ranks(shares(context, settings, sizes, ("halo", "tile", "tile_balanced")), shared)
         if "diffusers" in bench.peers:
-            peer = cast(Any, peers.diffusers_wan_encoder(encoder, architecture.vae))
+            peer = peers.diffusers_wan_encoder(encoder, architecture.vae) if context.is_first else None
 
             def theirs() -> Tensor:
-                latents: Tensor = peer.encode(frames, return_dict=False)[0].mode()
+                latents: Tensor = cast(Any, peer).encode(frames, return_dict=False)[0].mode()
                 return latents
 
-            rows.append(measure("diffusers", theirs, device, warmup=bench.warmup, repeats=bench.repeats))
-            errors["diffusers"] = relative_error(reference, theirs().cpu())
-    write_bench(job.out_dir, rows, errors, baseline=rows[-1].name, against=rows[0].name)
+            rows.row("diffusers", theirs)
+    rows.write()
     return result
 
 
@@ -181,13 +173,3 @@ def _chunks(job: Job) -> tuple[int | None, ...]:
 
 def _chunk_name(chunk: int | None) -> str:
     return "vgen, longest chunk" if chunk is None else f"vgen, chunk {chunk}"
-
-
-def _measure_frames(context: TaskContext, name: str, decode: Callable[[], Any]) -> Measurement:
-    bench = context.job.config.bench
-
-    def run() -> None:
-        for _ in decode():
-            pass
-
-    return measure(name, run, context.device, warmup=bench.warmup, repeats=bench.repeats)

@@ -27,13 +27,16 @@ def run(context: TaskContext) -> RankResult:
     timer = StageTimer(device)
     plan = planning.plan_run(job, [_request_of(path) for path in files], device, transforms.decoders_of(job))
     result.active = plan.active()
-    if context.mesh.vae_rank is None:
-        return result  # a plan whose ranks all denoise has ranks that do not decode
+    if context.mesh.vae_rank is None:  # a plan may have ranks that only denoise
+        for _ in mine:
+            context.mesh.wait_for_replica()
+        return result
     residency = Residency(device, {}, {})
     with timer("load"):
         decoders = transforms.build_decoders(job, device, residency, plan.decode, context.mesh)
     result.add_once(timer)
     for path in mine:
+        context.mesh.wait_for_replica()
         timer = StageTimer(device)
         writer = _decode_file(context, decoders, residency, path, timer)
         result.add_request(timer)

@@ -1,11 +1,15 @@
 """``task=generate``: this replica's share of the prompts, each to its own files, which its first rank writes."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
+
+from torch import nn
 
 from vgen import planning, transforms
-from vgen.components.ranks import denoises
+from vgen.components.ranks import denoises, graph_report
 from vgen.families import family_of
+from vgen.graph.apply import graphs_of
 from vgen.memory import Decode
 from vgen.metrics.timer import StageTimer, Timer, null_timer
 from vgen.pipelines import pipeline_of
@@ -22,40 +26,60 @@ def run(context: TaskContext) -> RankResult:
     timer = StageTimer(device)
     plan = planning.plan_run(job, job.requests, device, transforms.components_of(job))
     with timer("load"):
-        run_request = _build(context, plan.decode, mine, timer)
+        replica = _Replica(context, plan.decode, mine, timer)
     family = family_of(job.config)
     passes = dict.fromkeys(name for request in job.requests for name in family.pass_names(request, job.config))
     result.active = {**plan.active(), "passes": list(passes)}
     for request in mine[:1] * job.config.bench.warmup:
         with timer("warmup"):
-            run_request(request, NullSink(), null_timer)
+            replica.request(request, NullSink(), null_timer)
+    if job.config.bench.warmup:
+        replica.end_warm_up()
     result.add_once(timer)
     for request in mine:
-        _repeat_request(context, run_request, request, result)
+        _repeat_request(context, replica, request, result)
+    result.add_graphs(replica.graph_report())
     return result
 
 
-class RunRequest(Protocol):
-    def __call__(self, request: Request, sink: Sink, timer: Timer, /) -> None:
-        """This rank's part of one request."""
-
-
-def _build(context: TaskContext, decode: Decode, requests: tuple[Request, ...], timer: StageTimer) -> RunRequest:
+class _Replica:
     """The model, as far as this rank has a part in it."""
-    job, pipeline = context.job, pipeline_of(context.job)
-    if not denoises(context.mesh):
-        follower = transforms.build_follower(job, context.device, decode, context.mesh)
-        return partial(pipeline.follow, follower)
-    components = transforms.build_components(job, context.device, decode, requests, timer, context.mesh)
-    return lambda request, sink, timer: pipeline.generate(components, request, job.config.sampler, sink, timer)
+
+    def __init__(self, context: TaskContext, decode: Decode, requests: tuple[Request, ...], timer: StageTimer) -> None:
+        job, pipeline = context.job, pipeline_of(context.job)
+        self._mesh = context.mesh
+        self._transformers: tuple[nn.Module, ...] = ()
+        self._run: Callable[[Request, Sink, Timer], None]
+        if denoises(context.mesh):
+            components = transforms.build_components(job, context.device, decode, requests, timer, context.mesh)
+            self._transformers = transforms.transformers_of(job, components)
+            self._run = lambda request, sink, timer: pipeline.generate(
+                components, request, job.config.sampler, sink, timer
+            )
+        else:
+            self._run = partial(pipeline.follow, transforms.build_follower(job, context.device, decode, context.mesh))
+
+    def request(self, request: Request, sink: Sink, timer: Timer) -> None:
+        """This rank's part of one request. The others may still load, or write the last one: that may take long."""
+        self._mesh.wait_for_replica()
+        self._run(request, sink, timer)
+
+    def end_warm_up(self) -> None:
+        """Calls that are not captured by now are what ``graph.strict`` and ``graph.on_miss`` are about."""
+        for graphs in map(graphs_of, self._transformers):
+            if graphs is not None:
+                graphs.seal()
+
+    def graph_report(self) -> dict[str, Any]:
+        return graph_report(self._transformers)
 
 
-def _repeat_request(context: TaskContext, run_request: RunRequest, request: Request, result: RankResult) -> None:
+def _repeat_request(context: TaskContext, replica: _Replica, request: Request, result: RankResult) -> None:
     config = context.job.config
     for repeat in range(config.bench.repeats):
         timer = StageTimer(context.device)
         writer = SampleWriter(request, context.job.out_dir, config.output) if context.is_first else None
-        run_request(request, writer or NullSink(), timer)
+        replica.request(request, writer or NullSink(), timer)
         result.add_request(timer)
         if writer is not None and repeat == 0:
             result.outputs.append(writer.row())

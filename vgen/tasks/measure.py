@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -20,18 +21,34 @@ class Measurement:
     runs_ms: tuple[float, ...]
     peak_gib: float | None
 
+    @classmethod
+    def of_runs(cls, name: str, first_ms: float, runs_ms: Sequence[float], peak_gib: float | None) -> Self:
+        return cls(name, first_ms, statistics.median(runs_ms), tuple(runs_ms), peak_gib)
 
-def measure(name: str, call: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> Measurement:
-    """Run ``call`` once (first), ``warmup`` times more, then ``repeats`` times one by one."""
+
+def measure(
+    name: str,
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    warmup: int,
+    repeats: int,
+    before: Callable[[torch.device], None] = lambda _: None,
+) -> Measurement:
+    """Run ``call`` once (first), ``warmup`` times more, then ``repeats`` times one by one, each after ``before``."""
+    before(device)
     first = _time(call, device)
     for _ in range(warmup):
         call()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    runs = tuple(_time(call, device) for _ in range(repeats))
+    runs = []
+    for _ in range(repeats):
+        before(device)
+        runs.append(_time(call, device))
     peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
-    return Measurement(name, first, statistics.median(runs), runs, peak)
+    return Measurement.of_runs(name, first, runs, peak)
 
 
 def _time(call: Callable[[], object], device: torch.device) -> float:

@@ -66,6 +66,12 @@ class RankResult:
         self.job_timings.update({stage: seconds for stage, seconds in timer.timings().items() if stage != "total"})
         self.add_memory(timer)
 
+    def add_graphs(self, report: Mapping[str, Any]) -> None:
+        """What was captured: its seconds among the timings, the rest as what ran."""
+        self.active.update({name: report[name] for name in ("cuda_graphs", "graph_gib")})
+        if report["cuda_graphs"]:
+            self.job_timings["capture"] = report["capture_s"]
+
     def add_request(self, timer: StageTimer) -> None:
         self.request_timings.append(timer.timings())
         self.add_memory(timer)

@@ -1,0 +1,1 @@
+"""CUDA graph capture and torch.compile, applied to a transformer from outside."""
