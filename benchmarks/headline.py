@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every row that was asked for, and that the GPUs allow, is there; else 1."""
     options, plan = _parse(arguments)
     deadline = time.monotonic() + 60 * options.minutes
-    plan.out.mkdir(parents=True, exist_ok=True)
     predictions = {} if plan.is_dry else predict(plan)
     why = make_rows(plan, run_row, deadline, predictions)
     _say(f"{plan.out / 'headline.md'} is written")
@@ -98,6 +97,7 @@ def make_rows(
 
     Returns why rows are not there, by name; rows that were not asked for are among them.
     """
+    plan.out.mkdir(parents=True, exist_ok=True)
     asked = {row.name for row in plan.rows}
     why = {row.name: "not asked for (--rows)" for row in ROWS if row.name not in asked}
     waiting = "waits for its turn: the call was ended before"

@@ -55,8 +55,10 @@ class Row:
 
     def overrides(self, *, tiny: bool, device: str) -> tuple[str, ...]:
         """What follows ``python -m vgen.run``, but for the folder."""
-        eager = ("graph=eager",) if self.compiles and (tiny or device == "cpu") else ()
-        own = (f"experiment={self.experiment}", *self.settings, *eager, *(self.tiny if tiny else ()))
+        settings = self.settings
+        if self.compiles and (tiny or device == "cpu"):
+            settings = (*(one for one in settings if not one.startswith("graph=")), "graph=eager")
+        own = (f"experiment={self.experiment}", *settings, *(self.tiny if tiny else ()))
         return (*own, f"device={device}", "logger=none")
 
 

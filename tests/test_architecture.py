@@ -32,6 +32,7 @@ FORBIDDEN = {
         "transformers",
     ),
     "vgen.parallel": ("vgen.pipelines", "vgen.tasks", "vgen.stages", "vgen.worker", "vgen.app", "hydra", "omegaconf"),
+    "vgen.graph": ("vgen.pipelines", "vgen.stages", "vgen.tasks", "vgen.worker", "vgen.app", "hydra", "omegaconf"),
     "vgen.metrics": ("vgen.pipelines", "vgen.tasks", "vgen.stages", "vgen.worker", "vgen.app", "hydra", "omegaconf"),
     "vgen.stages": (
         "vgen.pipelines",

@@ -142,7 +142,7 @@ def profile_steps(step: Callable[[], Any], num_steps: int, device: torch.device)
         raise ValueError(f"idle time and launches are those of a CUDA device and this one is {device.type}")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(num_steps):
             with torch.profiler.record_function(STEP):
                 step()

@@ -177,7 +177,9 @@ def _forward(transformer: LTX2Transformer, one: Pass, contexts: _Contexts, rope:
     if audio_latents is not None:
         context, sigma = contexts["audio", one.audio_text], now.audio_sigma
         audio = Stream(audio_latents, sigma, sigma, context, enabled=now.audio_runs)
+    # Made outside the forward, which may be captured.
+    perturbations = transformer.perturbation_plan((one.perturbation,) * len(latents.video), latents.video.device)
     with torch.no_grad():
-        video_velocity, audio_velocity = transformer(video, audio, rope, (one.perturbation,) * len(latents.video))
+        video_velocity, audio_velocity = transformer(video, audio, rope, perturbations)
     x0_audio = None if audio_latents is None else to_x0(audio_latents, now.audio_sigma, audio_velocity)
     return to_x0(latents.video, now.token_sigma, video_velocity), x0_audio
