@@ -23,8 +23,8 @@ from vgen.validate import validate, validate_request
 
 CONF = Path(app.conf_dir())
 GROUPS = (
-    "task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "score", "train",
-    "launcher",
+    "task", "model", "parallel", "quant", "graph", "sampler", "request", "output", "logger", "bench", "measure",
+    "score", "train", "launcher",
 )  # fmt: skip
 OPTIONS = [(group, path.stem) for group in (*GROUPS, "experiment") for path in sorted((CONF / group).glob("*.yaml"))]
 

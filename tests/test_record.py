@@ -49,6 +49,7 @@ KEYS = [
     "quality",
     "certificate",
     "environment",
+    "drift",
 ]
 ACTIVE = [
     "world_size",
@@ -64,6 +65,7 @@ ACTIVE = [
     "compiled",
     "cuda_graphs",
     "graph_gib",
+    "decode_fallbacks",
     "quant",
     "vae_backend",
     "vae_dtype",

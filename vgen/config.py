@@ -245,6 +245,12 @@ class BenchConfig:
 
 
 @dataclass(frozen=True)
+class MeasureConfig:
+    drift: bool
+    """Whether the record says how far the ranks are apart at each step, in one more run of the first request."""
+
+
+@dataclass(frozen=True)
 class ClipSize:
     num_frames: int
     height: int
@@ -364,6 +370,7 @@ class Config:
     output: OutputConfig
     logger: LoggerConfig
     bench: BenchConfig
+    measure: MeasureConfig
     train: TrainConfig
     score: ScoreConfig
     launcher: LauncherConfig

@@ -53,7 +53,7 @@ class OutputError(OSError):
 def _active_template() -> dict[str, Any]:
     parallel = "world_size data_size cfg_size ulysses_size vae_size vae_strategy vae_split vae_reason tiles"
     return {
-        **dict.fromkeys([*parallel.split(), "attention", "compiled", "cuda_graphs", "graph_gib"]),
+        **dict.fromkeys([*parallel.split(), "attention", "compiled", "cuda_graphs", "graph_gib", "decode_fallbacks"]),
         "quant": dict.fromkeys(("mode", "layers", "bytes", "backend")),
         "vae_backend": None,
         "vae_dtype": None,
@@ -133,9 +133,11 @@ def build_record(
     quality: Mapping[str, Any] | None = None,
     certificate: str | None = None,
     environment: Mapping[str, Any] | None = None,
+    drift: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A record with every key of the schema; what is not given is null.
 
+    `drift` is `{"skew_ms": {"steps": [...], "median": ..., "max": ...}}`, between the first and the last rank.
     `memory_gib` is `{"per_rank": [peak of each rank], "per_stage": {stage: peak over ranks}}`. Raises ValueError for
     a key that the schema does not know and for a status other than `ok`, `failed`, `skipped`.
     """
@@ -155,6 +157,7 @@ def build_record(
         "quality": quality,
         "certificate": certificate,
         "environment": _filled("environment", environment_template(), environment),
+        "drift": dict(drift) if drift is not None else None,
     }
 
 

@@ -48,6 +48,12 @@ def validate(
     family.validate(config, requests, architecture, checkpoint)
     _validate_parallel(config, requests, architecture, num_gpus)
     _validate_graph(config, num_gpus)
+    plan = plan_of(config, requests)
+    if config.measure.drift and plan.replica_size > plan.denoise_size:
+        raise ConfigurationError(
+            f"measure.drift=true compares ranks that denoise, and {plan.replica_size - plan.denoise_size} rank(s) of "
+            f"parallel.vae_size={plan.vae_size} only decode; use vae_size={plan.denoise_size} or less"
+        )
 
 
 def _validate_bench(bench: BenchConfig) -> None:

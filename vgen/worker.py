@@ -188,6 +188,7 @@ def _build_record(job: Job, results: list[RankResult], total_s: float) -> dict[s
         },
         outputs=outputs,
         environment=collect_environment(),
+        drift=results[0].drift,
     )
 
 

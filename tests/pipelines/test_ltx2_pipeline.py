@@ -60,6 +60,9 @@ class ListSink:
     def write(self, frames: Iterator[Tensor], sound: Sound | None) -> None:
         self.chunks, self.sound = list(frames), sound
 
+    def note_fallback(self, name: str) -> None:
+        self.fallback = name
+
     @property
     def frames(self) -> Tensor:
         return torch.cat(self.chunks, dim=2)

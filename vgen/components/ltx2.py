@@ -9,7 +9,17 @@ from torch import Tensor, nn
 
 from vgen import checkpoint, memory
 from vgen.components.prompts import build_encode_prompts
-from vgen.components.ranks import ALONE, VaeShare, hand_over, is_first, own_parts, passes_over, receive, transform
+from vgen.components.ranks import (
+    ALONE,
+    VaeShare,
+    fallbacks,
+    hand_over,
+    is_first,
+    own_parts,
+    passes_over,
+    receive,
+    transform,
+)
 from vgen.components.types import AttentionSizes
 from vgen.config import SamplerConfig
 from vgen.families.ltx2 import tile_settings
@@ -163,15 +173,18 @@ def build_decoders(
     """Of one rank that decodes; the sound is the first one's."""
     video = build_video_decoder(job, device)
     place(job, residency, "video_decoder", video)
-    decode_video = build_decode(video, VaeShare(job, mesh, decode, tile_settings(job.config)))
+    share = VaeShare(job, mesh, decode, tile_settings(job.config))
+    decode_video = build_decode(video, share)
+    # LTX-2's VAE has no chunks, and the number of frames no meaning here.
+    others = fallbacks(share, None, 1, chunked=False, build=partial(build_decode, video))
     if not is_first(mesh):
-        return Decoders(decode_video, audio=None)
+        return Decoders(decode_video, None, others)
     vocoder = _load(job, "vocoder", device)
     assert isinstance(vocoder, Vocoder | BandwidthExtendedVocoder)
     audio = AudioComponents(_load(job, "audio_decoder", device), vocoder, vocoder.output_sample_rate)
     for name, module in (("audio_decoder", audio.decoder), ("vocoder", audio.vocoder)):
         place(job, residency, name, module)
-    return Decoders(decode_video, audio)
+    return Decoders(decode_video, audio, others)
 
 
 def text_config(job: Job) -> dict[str, Any]:

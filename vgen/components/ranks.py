@@ -1,7 +1,7 @@
 """What a rank builds and does by its place in the mesh: its share of encodes and decodes, and latents handed over."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from vgen.graph.apply import apply_graph, graphs_of
 from vgen.graph.backend import CudaBackend
 from vgen.graph.pool import GraphPool
 from vgen.job import Job
-from vgen.memory import GIB, Decode
+from vgen.memory import GIB, TILED, Decode, DecodeAttempt, decode_ladder
 from vgen.models.plan import Plan
 from vgen.parallel.balance import TileCost, balanced_tiles
 from vgen.parallel.guidance import build_run_passes
@@ -22,6 +22,7 @@ from vgen.parallel.tiles import Tile, TileSettings, decode_tiled, encode_tiled, 
 from vgen.parallel.ulysses import apply_ulysses
 from vgen.parallel.vae import from_vae
 from vgen.parallel.watch import collective
+from vgen.stages.decode import DecodeVideo, Fallback
 from vgen.stages.run_passes import RunPasses, run_serially
 
 ALONE = Mesh(0, 0, 0, 0, None, None, None, None)
@@ -80,6 +81,28 @@ class VaeShare:
         latents = encode_tiles_parallel(encode, frames, tiles, self.mesh.vae)
         assert latents is not None
         return latents
+
+
+def fallbacks(
+    share: VaeShare, chunk: int | None, latent_frames: int, *, chunked: bool, build: Callable[[VaeShare], DecodeVideo]
+) -> tuple[Fallback, ...]:
+    """Decodes of the same quality that need less memory, the first one to try first; none over ranks, which could not
+    agree on one in the middle of a decode. ``build``: of the job in the share that it gets."""
+    if share.mesh.vae is not None:
+        return ()
+    ladder = decode_ladder(DecodeAttempt(share.strategy, chunk, share.settings), latent_frames, chunked=chunked)
+    return tuple(Fallback(_rung_name(rung), build(_with_rung(share, rung))) for rung in ladder)
+
+
+def _rung_name(rung: DecodeAttempt) -> str:
+    named = [f"model.vae.chunk={rung.chunk}"] if rung.chunk is not None else []
+    return " ".join([*named, *([f"model.vae.tile_size={rung.tiles.tile_size}"] if rung.decode in TILED else [])])
+
+
+def _with_rung(share: VaeShare, rung: DecodeAttempt) -> VaeShare:
+    config = share.job.config
+    model = replace(config.model, vae=replace(config.model.vae, chunk=rung.chunk))
+    return replace(share, job=replace(share.job, config=replace(config, model=model)), settings=rung.tiles)
 
 
 def own_parts(parts: Iterator[Tensor | None]) -> Iterator[Tensor]:

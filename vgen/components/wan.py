@@ -12,6 +12,7 @@ from vgen.components.prompts import build_encode_prompts
 from vgen.components.ranks import (
     ALONE,
     VaeShare,
+    fallbacks,
     graph_pool,
     hand_over,
     own_parts,
@@ -181,7 +182,15 @@ def build_decoders(
     decoder = build_video_decoder(job, device)
     place(job, residency, "video_decoder", decoder)
     share = VaeShare(job, mesh, decode, tile_settings(job.config, job.architecture))
-    return WanDecoders(build_decode(job, decoder, share), job.architecture)
+    longest = max(latent_geometry(request, job.architecture).latent_frames for request in job.requests)
+    others = fallbacks(
+        share,
+        job.config.model.vae.chunk,
+        longest,
+        chunked=job.config.model.vae.backend == "native",
+        build=lambda one: build_decode(one.job, decoder, one),
+    )
+    return WanDecoders(build_decode(job, decoder, share), job.architecture, others)
 
 
 def text_config(job: Job) -> dict[str, Any]:

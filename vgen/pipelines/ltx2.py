@@ -15,7 +15,7 @@ from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.checks import check_finite
 from vgen.stages.condition import EncodedImage
-from vgen.stages.decode import Sound, decode_audio, timed_frames
+from vgen.stages.decode import Sound, decode_audio, write_frames
 from vgen.stages.denoise import Conditioning, denoise
 from vgen.stages.encode import encode_clip, encode_images, encode_sound, kept_sound
 from vgen.stages.latents import Latents, latent_geometry, make_noise, unpack_audio, unpack_video
@@ -154,4 +154,8 @@ def decode(
             sound = decode_audio(decoders.audio, audio)
         check_finite("the waveform", sound.waveform, "after the vocoder")
     with timer("write"), residency.use("video_decoder"):
-        sink.write(timed_frames(decoders.decode_video(video), timer), sound)
+        fallback = write_frames(
+            lambda frames: sink.write(frames, sound), decoders.decode_video, decoders.fallbacks, video, timer
+        )
+    if fallback is not None:
+        sink.note_fallback(fallback)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vgen.models.ltx2.config import LTX2Config
 from vgen.models.ltx2.transformer import LTX2Transformer
 from vgen.residency import Residency
-from vgen.stages.decode import AudioComponents, DecodeVideo, Sound
+from vgen.stages.decode import AudioComponents, DecodeVideo, Fallback, Sound
 from vgen.stages.denoise import Conditioning, Predict
 from vgen.stages.encode import Encoders, EncodeVideo
 from vgen.stages.text import EncodePrompts
@@ -22,6 +22,7 @@ class Decoders:
 
     decode_video: DecodeVideo
     audio: AudioComponents | None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,8 @@ class Sink(Protocol):
     def save_latents(self, video: Tensor, audio: Tensor | None) -> None: ...
 
     def write(self, frames: Iterator[Tensor], sound: Sound | None) -> None:
-        """``frames``: groups of ``[1, 3, f, H, W]`` on the device, decoded as they are asked for."""
+        """``frames``: groups of ``[1, 3, f, H, W]`` on the device, decoded as they are asked for. Called again, with
+        all of them, where memory ran out in the middle."""
+
+    def note_fallback(self, name: str) -> None:
+        """The frames came by this fallback."""

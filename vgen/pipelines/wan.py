@@ -19,7 +19,7 @@ from vgen.progress import progress
 from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.checks import check_finite
-from vgen.stages.decode import DecodeVideo, Sound, timed_frames
+from vgen.stages.decode import DecodeVideo, Fallback, Sound, write_frames
 from vgen.stages.wan_condition import WanEncoders, WanInputs, encode_inputs
 from vgen.stages.wan_denoise import Predict, WanConditioning, denoise
 from vgen.stages.wan_text import EncodePrompts
@@ -31,6 +31,7 @@ class WanDecoders:
 
     decode_video: DecodeVideo
     architecture: WanArchitecture
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,4 +175,8 @@ def decode(
     check_finite("the video latents", video, "before decode")
     latents = denormalize_latents(video, decoders.architecture.vae)
     with timer("write"), residency.use("video_decoder"):
-        sink.write(timed_frames(decoders.decode_video(latents), timer), None)
+        fallback = write_frames(
+            lambda frames: sink.write(frames, None), decoders.decode_video, decoders.fallbacks, latents, timer
+        )
+    if fallback is not None:
+        sink.note_fallback(fallback)

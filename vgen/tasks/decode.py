@@ -42,6 +42,7 @@ def run(context: TaskContext) -> RankResult:
         result.add_request(timer)
         if writer is not None:
             result.outputs.append(writer.row())
+            result.add_fallbacks(writer.fallbacks)
     return result
 
 

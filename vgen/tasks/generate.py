@@ -1,6 +1,7 @@
 """``task=generate``: this replica's share of the prompts, each to its own files, which its first rank writes."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from vgen.components.ranks import denoises, graph_report
 from vgen.families import family_of
 from vgen.graph.apply import graphs_of
 from vgen.memory import Decode
+from vgen.metrics.drift import DriftProbe, drift_record, gather_marks, skews_ms
 from vgen.metrics.timer import StageTimer, Timer, null_timer
 from vgen.pipelines import pipeline_of
 from vgen.pipelines.types import Sink
@@ -39,6 +41,8 @@ def run(context: TaskContext) -> RankResult:
     for request in mine:
         _repeat_request(context, replica, request, result)
     result.add_graphs(replica.graph_report())
+    if job.config.measure.drift:
+        result.drift = _measure_drift(context, replica, mine[0])
     return result
 
 
@@ -74,6 +78,29 @@ class _Replica:
         return graph_report(self._transformers)
 
 
+class _StepMarks:
+    """A timer that marks the ends of steps, and measures nothing else."""
+
+    def __init__(self, probe: DriftProbe) -> None:
+        self._probe = probe
+
+    def __call__(self, stage: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def step(self) -> None:
+        self._probe.arrive()
+
+
+def _measure_drift(context: TaskContext, replica: _Replica, request: Request) -> dict[str, Any]:
+    """``request`` once more, to nowhere; what the ranks of this replica noted."""
+    group = context.mesh.replica
+    probe = DriftProbe(context.device, group)
+    context.mesh.wait_for_replica()
+    probe.start()
+    replica.request(request, NullSink(), _StepMarks(probe))
+    return drift_record(skews_ms(gather_marks(probe.stop(), group)), None)
+
+
 def _repeat_request(context: TaskContext, replica: _Replica, request: Request, result: RankResult) -> None:
     config = context.job.config
     for repeat in range(config.bench.repeats):
@@ -83,3 +110,4 @@ def _repeat_request(context: TaskContext, replica: _Replica, request: Request, r
         result.add_request(timer)
         if writer is not None and repeat == 0:
             result.outputs.append(writer.row())
+            result.add_fallbacks(writer.fallbacks)

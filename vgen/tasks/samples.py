@@ -25,6 +25,8 @@ class SampleWriter:
         self._out_dir = out_dir
         self._output = output
         self._row: dict[str, Any] | None = None
+        self.fallbacks: list[str] = []
+        """Ways of decoding that were come to since memory ran out."""
 
     def save_latents(self, video: Tensor, audio: Tensor | None) -> None:
         """Always written before decode, so that a run that dies there can be finished by ``task=decode``."""
@@ -59,6 +61,9 @@ class SampleWriter:
         self._row = record.output_entry(
             path.name, seed=request.seed, prompt=request.prompt, sha256=media.sha256_file(path), **fields
         )
+
+    def note_fallback(self, name: str) -> None:
+        self.fallbacks.append(name)
 
     def row(self) -> dict[str, Any]:
         assert self._row is not None
@@ -113,3 +118,6 @@ class NullSink:
     def write(self, frames: Iterator[Tensor], sound: Sound | None) -> None:  # noqa: ARG002
         for _ in frames:
             pass
+
+    def note_fallback(self, name: str) -> None:
+        """Nobody asks."""

@@ -103,6 +103,9 @@ class ClipSink:
         self.frames = torch.cat([media.to_uint8(group).cpu() for group in frames]).numpy()
         self.sound = sound
 
+    def note_fallback(self, name: str) -> None:
+        """Nobody asks."""
+
 
 def run(context: TaskContext) -> RankResult:
     """Cases ``data_rank, data_rank + data_size, …`` through the pipeline; rank 0 writes what came of all of them."""

@@ -1,6 +1,6 @@
 """What a task is given and what it gives back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,9 @@ class RankResult:
     active: dict[str, Any] = field(default_factory=dict)
     """What truly ran, where the configuration left a choice."""
 
+    drift: dict[str, Any] | None = None
+    """How far the ranks were apart at each step, where that was measured."""
+
     def add_memory(self, timer: StageTimer) -> None:
         self.memory_gib = reduce_max([self.memory_gib, timer.memory_gib()])
         self.peak_gib = max(self.peak_gib, timer.peak_gib())
@@ -71,6 +74,11 @@ class RankResult:
         self.active.update({name: report[name] for name in ("cuda_graphs", "graph_gib")})
         if report["cuda_graphs"]:
             self.job_timings["capture"] = report["capture_s"]
+
+    def add_fallbacks(self, names: Sequence[str]) -> None:
+        """Decodes that ran out of memory and were made in another way."""
+        if names:
+            self.active["decode_fallbacks"] = [*self.active.get("decode_fallbacks", ()), *names]
 
     def add_request(self, timer: StageTimer) -> None:
         self.request_timings.append(timer.timings())
