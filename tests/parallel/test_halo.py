@@ -63,10 +63,29 @@ def whole_of(shape: tuple[int, ...], memory_format: torch.memory_format) -> Tens
 
 def travel() -> list[dict[str, Any]]:
     return [
-        {**lines(memory_format, dim), "gathered": [gathered(memory_format, dim, first) for first in (True, False)]}
+        {
+            **lines(memory_format, dim),
+            "gathered": [gathered(memory_format, dim, first) for first in (True, False)],
+            "lean": needs_the_whole_and_two_bands(memory_format, dim),
+        }
         for memory_format in FORMATS
         for dim in (3, 4)
     ]
+
+
+def needs_the_whole_and_two_bands(memory_format: torch.memory_format, dim: int) -> bool:
+    """Whether gathering to the first rank makes no more there than that, and no more than a band elsewhere."""
+    from tests.test_memory import peak_of  # here, because it takes each process a second
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    whole = whole_of((1, 5, 2, 12, 12), memory_format)
+    cut = bands(12, ranks)
+    start, stop = cut[rank]
+    band = whole.narrow(dim, start, stop - start).clone(memory_format=memory_format)
+    peak = peak_of(lambda: gather_bands(band, cut, dim, group, True, memory_format))
+    return peak <= (0 if rank else whole.nbytes + band.nbytes) + band.nbytes
 
 
 def lines(memory_format: torch.memory_format, dim: int) -> dict[str, Any]:
@@ -113,4 +132,4 @@ def test_lines_and_bands_arrive_as_they_were() -> None:
     for rank in run_ranks(3, travel):
         assert len(rank) == 4
         for found in rank:
-            assert found == {"right": [True] * 5, "order": True, "gathered": [True, True]}
+            assert found == {"right": [True] * 5, "order": True, "gathered": [True, True], "lean": True}

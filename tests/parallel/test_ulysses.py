@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -402,3 +404,17 @@ def test_no_group_changes_nothing() -> None:
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert all(block.attn1.attend is sdpa for block in model.transformer_blocks)
+
+
+def test_56700_tokens_on_8_ranks() -> None:
+    """720x1280x117 of Wan 2.1 or so: 7087.5 tokens a rank, so the last one repeats four."""
+    tokens = torch.arange(56700).unsqueeze(0)
+    parts = []
+    for rank in range(8):
+        group: Any = SimpleNamespace(size=lambda: 8, rank=lambda rank=rank: rank)
+        ulysses = _Ulysses(WAN_PLAN, inspect.signature(WanTransformer.forward), group)
+        ulysses.tokens = 56700
+        parts.append(ulysses._part(tokens, 1))
+    assert [part.shape[1] for part in parts] == [7088] * 8
+    assert torch.equal(torch.cat(parts, dim=1)[:, :56700], tokens)
+    assert parts[-1][0, -4:].tolist() == [56699] * 4

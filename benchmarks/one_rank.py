@@ -1,0 +1,125 @@
+"""What one of several ranks has to do, measured on one device, with nobody at the other end.
+
+    python -m benchmarks.one_rank --ranks 2,4,8 --out DIR model=ltx2 model.weights=random task=bench_decode
+
+Runs a benchmark task as the first rank of each number of ranks, in a process group whose exchanges return at once and
+move nothing (torch's fake backend): packing, copies and the rank's own share of the work are there, messages and
+waiting are not. Results are garbage and are not compared. The first rank has the longest band and the frames of all, so
+the ratio to one rank bounds what that many ranks can reach: ``DIR/one_rank.md``, from ``DIR/<ranks>/bench.json``.
+
+``bench_decode`` and ``bench_encode`` spread the VAE, ``bench_step`` the tokens.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch.distributed import ProcessGroup
+
+from vgen import app, config
+from vgen.job import Job, plan_job
+from vgen.loading import exact_fp32
+from vgen.parallel.mesh import Mesh
+from vgen.requests import build_requests
+from vgen.tasks import bench_decode, bench_encode, bench_step
+from vgen.tasks.types import TaskContext
+from vgen.typed import ConfigurationError
+from vgen.validate import validate
+
+TASKS = {"bench_step": bench_step.run, "bench_decode": bench_decode.run, "bench_encode": bench_encode.run}
+SPREADS = {"bench_step": "ulysses_size", "bench_decode": "vae_size", "bench_encode": "vae_size"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.one_rank", description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks, with commas")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    options, overrides = parser.parse_known_args(arguments)
+    counts = [int(one) for one in options.ranks.split(",")]
+    for ranks in counts:
+        measure(ranks, options.out / str(ranks), overrides)
+    table = make_table(options.out, counts)
+    (options.out / "one_rank.md").write_text(table)
+    sys.stdout.write(table)
+    return 0
+
+
+def measure(ranks: int, out_dir: Path, overrides: Sequence[str]) -> None:
+    """The task of ``overrides`` as the first of ``ranks`` ranks; leaves ``bench.json`` in ``out_dir``.
+
+    Raises:
+        ConfigurationError: the plan cannot run, or there is no way to spread the task.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    job = make_job(out_dir, ranks, overrides)
+    device = torch.device(job.device)
+    with FakeRanks(ranks) as mesh_of, exact_fp32(job.config.quant.mode == "fp32"):
+        TASKS[job.config.task.name](TaskContext(job, device, mesh_of(job)))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def make_job(out_dir: Path, ranks: int, overrides: Sequence[str]) -> Job:
+    with initialize_config_dir(app.conf_dir(), version_base="1.3"):
+        composed: Any = OmegaConf.to_container(compose("config", ["logger=none", *overrides]), resolve=True)
+    settings = config.from_mapping(composed)
+    if settings.task.name not in TASKS:
+        raise ConfigurationError(f"task={settings.task.name} is no benchmark of parts; use one of: {', '.join(TASKS)}")
+    alone = dataclasses.replace(settings.parallel, data_size=1, cfg_size=1, ulysses_size=1, vae_size=1)
+    spread: Any = {SPREADS[settings.task.name]: ranks}
+    settings = dataclasses.replace(settings, parallel=dataclasses.replace(alone, **spread))
+    num_gpus = None if torch.cuda.is_available() else 0
+    job = plan_job(settings, build_requests(settings.request), out_dir, num_gpus=num_gpus, sweep=None)
+    validate(job.config, job.requests, job.architecture, num_gpus, job.checkpoint)
+    return job
+
+
+class FakeRanks:
+    """Within it this process is the first of ``ranks`` ranks that do not exist."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> "FakeRanks":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self._ranks)
+        return self
+
+    def __call__(self, job: Job) -> Mesh:
+        group = dist.group.WORLD
+        assert isinstance(group, ProcessGroup)
+        spread = {"ulysses": group} if job.plan.ulysses_size > 1 else {"vae": group}
+        return Mesh(0, 0, 0, 0, **{name: spread.get(name) for name in ("cfg", "ulysses", "vae", "replica")})
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def make_table(out: Path, counts: Sequence[int]) -> str:
+    """Markdown: each row's time as one of so many ranks, and how many times faster than one rank alone."""
+    lines = ["| ranks | | median ms of one rank | × one rank alone | peak GiB |", "|---|---|---|---|---|"]
+    for ranks in counts:
+        rows = json.loads((out / str(ranks) / "bench.json").read_text())["rows"]
+        alone = rows[0]["median_ms"]
+        for row in rows:
+            own = row is rows[0] or "ranks" in row["name"] or "Ulysses" in row["name"]
+            if not own:
+                continue
+            peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+            lines.append(
+                f"| {ranks} | {row['name']} | {row['median_ms']:.1f} | {alone / row['median_ms']:.2f} | {peak} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""``benchmarks.one_rank``: one rank's share of the work, with nobody at the other end."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import one_rank
+from vgen.typed import ConfigurationError
+
+TINY = ("model=wan_tiny", "model.weights=random", "device=cpu", "request.num_frames=5", "bench.repeats=1")
+
+
+def rows(folder: Path, ranks: int) -> list[str]:
+    return [row["name"] for row in json.loads((folder / str(ranks) / "bench.json").read_text())["rows"]]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's fake backend
+def test_each_number_of_ranks_has_its_rows(tmp_path: Path) -> None:
+    assert one_rank.main(["--ranks", "2,4", "--out", str(tmp_path), "task=bench_step", *TINY]) == 0
+    for ranks in (2, 4):
+        assert f"vgen, Ulysses {ranks}" in rows(tmp_path, ranks)
+    table = (tmp_path / "one_rank.md").read_text().splitlines()
+    assert [line.split(" | ")[1] for line in table[2:]] == [
+        "vgen eager",
+        "vgen, Ulysses 2",
+        "vgen eager",
+        "vgen, Ulysses 4",
+    ]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_share_of_a_decode_takes_less_than_all_of_it(tmp_path: Path) -> None:
+    overrides = ("task=bench_decode", "parallel.vae_strategy=halo", "parallel.vae_split=height", *TINY)
+    one_rank.main(["--ranks", "8", "--out", str(tmp_path), *overrides])
+    whole, *_, share = json.loads((tmp_path / "8" / "bench.json").read_text())["rows"]
+    assert share["name"] == "vgen halo by height, 8 ranks"
+    assert 0 < share["median_ms"] < whole["median_ms"]
+
+
+def test_refuses_what_has_no_parts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="task=generate is no benchmark of parts"):
+        one_rank.main(["--ranks", "2", "--out", str(tmp_path), *TINY])
+    with pytest.raises(ConfigurationError, match="ulysses_size=3 does not divide the 8 heads"):
+        one_rank.main(["--ranks", "3", "--out", str(tmp_path), "task=bench_step", *TINY])
