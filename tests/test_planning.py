@@ -10,11 +10,12 @@ import torch
 from tests.pipelines.test_ltx2_pipeline import make_job
 from vgen import transforms
 from vgen.families.ltx2 import tile_settings
+from vgen.graph.break_even import GraphWork
 from vgen.memory import GIB, Prediction
 from vgen.models.attention_backends import AttentionError
 from vgen.parallel.balance import TileCost, balanced_tiles
 from vgen.parallel.tiles import plan_tiles
-from vgen.planning import RunPlan, plan_run, predict_run
+from vgen.planning import RunPlan, _graph_work, plan_run, predict_run
 from vgen.typed import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -177,3 +178,13 @@ def test_what_cannot_fit_is_refused_with_the_fix(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("vgen.planning._plan_attention", lambda *_: "sdpa")
     with pytest.raises(ConfigurationError, match=r"the run needs .* GiB of GPU memory.*use model.offload=text_encoder"):
         plan_run(job, job.requests, torch.device("cuda"), transforms.components_of(job))
+
+
+def test_what_graphs_would_have_to_do(tmp_path: Path) -> None:
+    """Per rank: passes in turns, tokens in parts, every request and repeat."""
+    job = make_job(tmp_path, "model=ltx2_tiny", "model.weights=random", "parallel=uly2", "bench.repeats=3")
+    # 17 x 128 x 128 has 3 x 4 x 4 tokens; two passes that differ in their text alone, 20 steps.
+    assert _graph_work(job, job.requests) == GraphWork(kinds=1, passes=3 * 20 * 2, tokens=24)
+    over = ("parallel=cfg2", "sampler.video.stg_scale=1", "sampler.video.modality_scale=2")
+    job = make_job(tmp_path, "model=ltx2_tiny", "model.weights=random", *over)
+    assert _graph_work(job, job.requests) == GraphWork(kinds=2, passes=20 * 2, tokens=48)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from vgen import memory, transforms
 from vgen.families import family_of
+from vgen.graph import break_even
+from vgen.graph.break_even import GraphWork
 from vgen.job import Job
 from vgen.memory import Activations, Choice, Decode, Prediction, Side, Spread
 from vgen.models.attention_backends import require_backend, what_ran
@@ -65,6 +67,8 @@ def plan_run(job: Job, requests: Sequence[Request], device: torch.device, compon
     else:
         strategy = job.config.parallel.vae_strategy
         choice = _common(memory.choose_decode(strategy, spread_of(job, request)) for request in requests)
+        if job.config.task.generates and (sentence := break_even.advice(job.config.graph, _graph_work(job, requests))):
+            _say(logging.INFO, sentence)
     if "video_decoder" in components and (choice.falls_back or job.plan.vae_size > 1):
         _say(logging.WARNING if choice.falls_back else logging.INFO, f"decode: {choice.reason}")
     largest = max(requests, key=lambda request: request.num_frames * request.height * request.width)
@@ -74,6 +78,20 @@ def plan_run(job: Job, requests: Sequence[Request], device: torch.device, compon
         vae_split=spread_of(job, largest).side if choice.decode == "halo" else None,
         tiles=_num_tiles(job, requests, choice.decode),
         attention=attention,
+    )
+
+
+def _graph_work(job: Job, requests: Sequence[Request]) -> GraphWork:
+    """Of the first request's size, on one rank."""
+    family, bench, plan = family_of(job.config), job.config.bench, job.plan
+    names = family.pass_names(requests[0], job.config)
+    tokens = family.limits(job.config, (requests[0],), job.architecture).video_tokens
+    runs = bench.warmup + bench.repeats * -(-len(requests) // plan.data_size)
+    own = -(-len(names) // plan.cfg_size)
+    return GraphWork(
+        kinds=min(break_even.kinds_of(names), own),
+        passes=runs * job.config.sampler.steps * own,
+        tokens=-(-tokens // plan.ulysses_size),
     )
 
 
