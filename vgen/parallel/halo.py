@@ -6,14 +6,15 @@ that they have: a channels-last tensor is sent and received as [B, F, H, W, C].
 Shapes: B batch, C channels, F frames, H height, W width; ``dim`` is the one that is cut.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from vgen.parallel.watch import collective
 
@@ -166,6 +167,30 @@ def _wait(ops: list[dist.P2POp]) -> None:
         request.wait()
 
 
+Half = TypeVar("Half", bound=nn.Module)
+
+
+class HaloShare(Generic[Half]):
+    """A decoder or an encoder whose work is shared by the ranks of ``group``; the weights stay those of ``half``.
+
+    ``axis``: which side is cut, ``auto`` by ``choose_axis``. ``to_first_only``: whether what comes out comes to the
+    first rank of the group alone, and None to the others; by default so with frames, and not with latents.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+
+    first_only: bool
+
+    def __init__(self, half: Half, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool | None = None) -> None:
+        validate_axis(axis)
+        self.half = half
+        self.config: Any = half.config
+        self.axis: Axis = axis
+        self.group = group
+        self.to_first_only = self.first_only if to_first_only is None else to_first_only
+
+
 @dataclass(frozen=True)
 class Cut:
     """Which dim of latents and frames is cut, and all ranks' bands of it in latents, the longest first."""
@@ -181,6 +206,24 @@ class Cut:
     def longest(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the first rank's band of latents of ``shape``."""
         return (*shape[: self.dim], self.bands[0][1], *shape[self.dim + 1 :])
+
+
+def gather_parts(
+    parts: Iterator[Tensor],
+    seams: Callable[[], AbstractContextManager[None]],
+    cut: Cut,
+    share: HaloShare[Any],
+    memory_format: torch.memory_format,
+) -> Iterator[Tensor | None]:
+    """Groups of frames that come from bands of ``cut``, each made within ``seams`` and gathered."""
+    lines = share.config.scale_factor_spatial
+    places = [(lines * start, lines * stop) for start, stop in cut.bands]
+    while True:
+        with seams():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield gather_bands(part, places, cut.dim, share.group, share.to_first_only, memory_format)
 
 
 def cut_latents(shape: Sequence[int], axis: Axis, group: dist.ProcessGroup) -> Cut:

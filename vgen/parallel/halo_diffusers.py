@@ -13,6 +13,7 @@ config's scale factors along time (4) and space (8 or 16).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,32 +28,17 @@ from vgen.models.attention import Attend, sdpa
 from vgen.models.memory_format import memory_format_of
 from vgen.models.wan.vae import validate_frames
 from vgen.models.wan.vae_blocks import FillBorder, zero_border
-from vgen.parallel.halo import Axis, Cut, cut_latents, gather_bands, validate_axis
+from vgen.parallel.halo import Cut, HaloShare, cut_latents, gather_bands, gather_parts
 from vgen.parallel.halo_wan import gathering, halo_border
 
 Seam: TypeAlias = tuple[nn.Module, str, Any]
 """A module, the name of one of its attributes, and what stands there while an adapter runs."""
 
 
-class HaloDecoder:
-    """``DiffusersVideoDecoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``decoder``.
+class HaloDecoder(HaloShare[DiffusersVideoDecoder]):
+    """``DiffusersVideoDecoder`` over ranks."""
 
-    ``axis``: which side is cut, ``auto`` by ``choose_axis``. The frames come to the first rank of the group, and None
-    to the others, or with ``to_first_only`` false to all.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-
-    def __init__(
-        self, decoder: DiffusersVideoDecoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = True
-    ) -> None:
-        validate_axis(axis)
-        self.decoder = decoder
-        self.config = decoder.config
-        self.to_first_only = to_first_only
-        self.axis = axis
-        self.group = group
+    first_only = True
 
     def __call__(self, latents: Tensor, chunk: int | None = 1) -> Tensor | None:
         """As ``DiffusersVideoDecoder``: all frames [B, 3, T(F-1) + 1, SH, SW]; raises as ``decode`` does."""
@@ -68,39 +54,20 @@ class HaloDecoder:
             ValueError: there are fewer lines than ranks, and as ``DiffusersVideoDecoder.decode``.
         """
         cut = cut_latents(latents.shape, self.axis, self.group)
-        return self._gathered(self.decoder.decode(cut.own(latents, 1, self.group), chunk), cut)
-
-    def _gathered(self, parts: Iterator[Tensor], cut: Cut) -> Iterator[Tensor | None]:
-        lines = self.config.scale_factor_spatial
-        places = [(lines * start, lines * stop) for start, stop in cut.bands]
-        memory_format = memory_format_of(self.decoder.decoder.conv_in.weight)
-        while True:
-            with halo_seams(self.decoder, cut, self.group):
-                part = next(parts, None)
-            if part is None:
-                return
-            yield gather_bands(part, places, cut.dim, self.group, self.to_first_only, memory_format)
+        parts = self.half.decode(cut.own(latents, 1, self.group), chunk)
+        return gather_parts(
+            parts,
+            partial(halo_seams, self.half, cut, self.group),
+            cut,
+            self,
+            memory_format_of(self.half.decoder.conv_in.weight),
+        )
 
 
-class HaloEncoder:
-    """``DiffusersVideoEncoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``encoder``.
+class HaloEncoder(HaloShare[DiffusersVideoEncoder]):
+    """``DiffusersVideoEncoder`` over ranks; frames are cut where latents begin."""
 
-    ``axis``: as in ``HaloDecoder``. The latents come to all ranks, or with ``to_first_only`` to the first of the group,
-    and None to the others.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-
-    def __init__(
-        self, encoder: DiffusersVideoEncoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = False
-    ) -> None:
-        validate_axis(axis)
-        self.encoder = encoder
-        self.config = encoder.config
-        self.to_first_only = to_first_only
-        self.axis = axis
-        self.group = group
+    first_only = False
 
     def __call__(self, frames: Tensor, chunk: int | None = 1) -> Tensor | None:
         """As ``DiffusersVideoEncoder`` of the whole ``frames`` [B, 3, F, H, W]: latents [B, z_dim, ., H/S, W/S].
@@ -113,9 +80,9 @@ class HaloEncoder:
         time, space = self.config.scale_factor_temporal, self.config.scale_factor_spatial
         shape = (B, self.config.z_dim, (num_frames - 1) // time + 1, height // space, width // space)
         cut = cut_latents(shape, self.axis, self.group)
-        with halo_seams(self.encoder, cut, self.group):
-            latents = self.encoder(cut.own(frames, space, self.group), chunk)
-        memory_format = memory_format_of(self.encoder.encoder.conv_in.weight)
+        with halo_seams(self.half, cut, self.group):
+            latents = self.half(cut.own(frames, space, self.group), chunk)
+        memory_format = memory_format_of(self.half.encoder.conv_in.weight)
         return gather_bands(latents, cut.bands, cut.dim, self.group, self.to_first_only, memory_format)
 
 

@@ -21,28 +21,13 @@ from vgen.models.ltx2.config import VIDEO_COMPRESSION
 from vgen.models.ltx2.video_encoder import VideoEncoder, validate_frames
 from vgen.models.ltx2.video_vae import BorderedConv3d, FillBorder, VideoDecoder, reflect_border, validate_latent_size
 from vgen.models.memory_format import memory_format_of
-from vgen.parallel.halo import Axis, cut_latents, exchange_lines, gather_bands, validate_axis
+from vgen.parallel.halo import HaloShare, cut_latents, exchange_lines, gather_bands
 
 
-class HaloDecoder:
-    """``VideoDecoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``decoder``.
+class HaloDecoder(HaloShare[VideoDecoder]):
+    """``VideoDecoder`` over ranks."""
 
-    ``axis``: which side is cut, ``auto`` by ``choose_axis``. The frames come to the first rank of the group, and None
-    to the others, or with ``to_first_only`` false to all.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-
-    def __init__(
-        self, decoder: VideoDecoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = True
-    ) -> None:
-        validate_axis(axis)
-        self.decoder = decoder
-        self.config = decoder.config
-        self.axis = axis
-        self.group = group
-        self.to_first_only = to_first_only
+    first_only = True
 
     def __call__(self, latents: Tensor) -> Tensor | None:
         """As ``VideoDecoder`` of the whole ``latents`` [B, C, F, H, W]: frames [B, 3, 8(F-1)+1, 32H, 32W].
@@ -53,33 +38,18 @@ class HaloDecoder:
         validate_latent_size(self.config, latents.shape[-2], latents.shape[-1])
         cut = cut_latents(latents.shape, self.axis, self.group)
         own = cut.own(latents, 1, self.group)
-        with halo_borders(self.decoder, cut.dim, self.group):
-            frames = self.decoder.decode_any_size(own)
+        with halo_borders(self.half, cut.dim, self.group):
+            frames = self.half.decode_any_size(own)
         lines = frames.shape[cut.dim] // own.shape[cut.dim]
         places = [(lines * start, lines * stop) for start, stop in cut.bands]
-        memory_format = memory_format_of(self.decoder.conv_out.conv.weight)
+        memory_format = memory_format_of(self.half.conv_out.conv.weight)
         return gather_bands(frames, places, cut.dim, self.group, self.to_first_only, memory_format)
 
 
-class HaloEncoder:
-    """``VideoEncoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``encoder``.
+class HaloEncoder(HaloShare[VideoEncoder]):
+    """``VideoEncoder`` over ranks; frames are cut where latents begin."""
 
-    ``axis``: as in ``HaloDecoder``; frames are cut where latents begin. The latents come to all ranks, or with
-    ``to_first_only`` to the first of the group, and None to the others.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-
-    def __init__(
-        self, encoder: VideoEncoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = False
-    ) -> None:
-        validate_axis(axis)
-        self.encoder = encoder
-        self.config = encoder.config
-        self.axis = axis
-        self.group = group
-        self.to_first_only = to_first_only
+    first_only = False
 
     def __call__(self, frames: Tensor) -> Tensor | None:
         """As ``VideoEncoder`` of the whole ``frames`` [B, 3, F, H, W]: latents [B, C, (F-1)/8 + 1, H/32, W/32].
@@ -92,9 +62,9 @@ class HaloEncoder:
         B, C, F, H, W = frames.shape
         cut = cut_latents((B, C, F, H // height, W // width), self.axis, self.group)
         lines = VIDEO_COMPRESSION[cut.dim - 2]
-        with halo_borders(self.encoder, cut.dim, self.group):
-            latents = self.encoder.encode_any_size(cut.own(frames, lines, self.group))
-        memory_format = memory_format_of(self.encoder.conv_out.conv.weight)
+        with halo_borders(self.half, cut.dim, self.group):
+            latents = self.half.encode_any_size(cut.own(frames, lines, self.group))
+        memory_format = memory_format_of(self.half.conv_out.conv.weight)
         return gather_bands(latents, cut.bands, cut.dim, self.group, self.to_first_only, memory_format)
 
 

@@ -14,6 +14,7 @@ config's scale factors along time (4) and space (8 or 16).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,29 +26,14 @@ from vgen.models.memory_format import memory_format_of
 from vgen.models.wan.vae import VideoDecoder, VideoEncoder, chunk_length, validate_frames
 from vgen.models.wan.vae_blocks import CausalConv3d, FillBorder, FrameAttention, FrameConv
 from vgen.models.wan.vae_levels import most_decoder_frames, most_encoder_frames
-from vgen.parallel.halo import Axis, Cut, cut_latents, exchange_lines, gather_bands, validate_axis
+from vgen.parallel.halo import Cut, HaloShare, cut_latents, exchange_lines, gather_bands, gather_parts
 from vgen.parallel.watch import collective
 
 
-class HaloDecoder:
-    """``VideoDecoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``decoder``.
+class HaloDecoder(HaloShare[VideoDecoder]):
+    """``VideoDecoder`` over ranks."""
 
-    ``axis``: which side is cut, ``auto`` by ``choose_axis``. The frames come to the first rank of the group, and None
-    to the others, or with ``to_first_only`` false to all.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-
-    def __init__(
-        self, decoder: VideoDecoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = True
-    ) -> None:
-        validate_axis(axis)
-        self.decoder = decoder
-        self.config = decoder.config
-        self.to_first_only = to_first_only
-        self.axis = axis
-        self.group = group
+    first_only = True
 
     def __call__(self, latents: Tensor, chunk: int | None = 1) -> Tensor | None:
         """As ``VideoDecoder``: all frames [B, 3, T(F-1) + 1, SH, SW]; raises as ``decode`` does."""
@@ -76,42 +62,18 @@ class HaloDecoder:
         cut = cut_latents(latents.shape, self.axis, self.group)
         longest = cut.longest(latents.shape)
         chunk = chunk_length(chunk, most_decoder_frames(self.config, longest), "decode", longest)
-        return self._gathered(self.decoder.decode(cut.own(latents, 1, self.group), chunk), cut)
-
-    def _gathered(self, parts: Iterator[Tensor], cut: Cut) -> Iterator[Tensor | None]:
-        lines = self.config.scale_factor_spatial
-        places = [(lines * start, lines * stop) for start, stop in cut.bands]
-        while True:
-            with halo_seams(self.decoder, cut, self.group):
-                part = next(parts, None)
-            if part is None:
-                return
-            yield gather_bands(part, places, cut.dim, self.group, self.to_first_only, self._memory_format)
+        parts = self.half.decode(cut.own(latents, 1, self.group), chunk)
+        return gather_parts(parts, partial(halo_seams, self.half, cut, self.group), cut, self, self._memory_format)
 
     @property
     def _memory_format(self) -> torch.memory_format:
-        return memory_format_of(self.decoder.decoder.conv_in.weight)
+        return memory_format_of(self.half.decoder.conv_in.weight)
 
 
-class HaloEncoder:
-    """``VideoEncoder`` whose work is shared by the ranks of ``group``; the weights stay those of ``encoder``.
+class HaloEncoder(HaloShare[VideoEncoder]):
+    """``VideoEncoder`` over ranks; frames are cut where latents begin."""
 
-    ``axis``: as in ``HaloDecoder``. The latents come to all ranks, or with ``to_first_only`` to the first of the group,
-    and None to the others.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-
-    def __init__(
-        self, encoder: VideoEncoder, axis: Axis, group: dist.ProcessGroup, *, to_first_only: bool = False
-    ) -> None:
-        validate_axis(axis)
-        self.encoder = encoder
-        self.config = encoder.config
-        self.to_first_only = to_first_only
-        self.axis = axis
-        self.group = group
+    first_only = False
 
     def __call__(self, frames: Tensor, chunk: int | None = 1) -> Tensor | None:
         """As ``VideoEncoder`` of the whole ``frames`` [B, 3, F, H, W]: latents [B, z_dim, (F-1)/T + 1, H/S, W/S].
@@ -128,9 +90,9 @@ class HaloEncoder:
         cut = cut_latents(shape, self.axis, self.group)
         longest = cut.longest(shape)
         chunk = chunk_length(chunk, most_encoder_frames(self.config, longest), "encode", longest)
-        with halo_seams(self.encoder, cut, self.group):
-            latents = self.encoder(cut.own(frames, space, self.group), chunk)
-        memory_format = memory_format_of(self.encoder.encoder.conv_in.weight)
+        with halo_seams(self.half, cut, self.group):
+            latents = self.half(cut.own(frames, space, self.group), chunk)
+        memory_format = memory_format_of(self.half.encoder.conv_in.weight)
         return gather_bands(latents, cut.bands, cut.dim, self.group, self.to_first_only, memory_format)
 
 
