@@ -1,5 +1,6 @@
 """Several ranks on this machine for a test: processes with gloo, their results, and the first traceback."""
 
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -11,20 +12,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+LIBRARIES = ["torch", "torch.distributed", "transformers", "diffusers", "vgen.tasks.generate"]
+"""What ranks import, which takes ten seconds of a core; none of it starts a thread."""
+
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(*args)`` on each of ``world_size`` ranks of one gloo group; what it returns, by rank.
 
     ``function`` has to be one that a new process can import, results and arguments such that pickle can carry them.
-    Starting a process takes seconds: give one call many cases.
+    Ranks are forked from a process that has imported the libraries: give one call many cases all the same.
 
     Raises:
         RuntimeError: a rank failed; with the traceback of the first one, since the others fail for want of it.
     """
     with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.set_forkserver_preload(LIBRARIES)
         try:
             mp.start_processes(
-                _main, args=(world_size, folder, function, args), nprocs=world_size, start_method="spawn"
+                _main, args=(world_size, folder, function, args), nprocs=world_size, start_method="forkserver"
             )
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             notes = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)

@@ -111,7 +111,7 @@ def test_results_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
 def test_a_killed_process_ends_the_job(target: str, tmp_path: Path) -> None:
     out_dir = tmp_path / "job"
     parent = subprocess.Popen(
-        command(out_dir, "sampler.steps=100000", "parallel.data_size=2", 'request.prompt="x"'),
+        command(out_dir, "sampler.steps=100000", "parallel=cfg2", 'request.prompt="x"'),
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -237,7 +237,7 @@ def test_a_rank_that_raises_is_told_once(tmp_path: Path) -> None:
 
 def test_a_sweep_changes_its_world_size_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     arguments = [
-        sys.executable, "-m", "vgen.run", "-m", f"hydra.sweep.dir={tmp_path}", *SMALL, "parallel.data_size=1,2",
+        sys.executable, "-m", "vgen.run", "-m", f"hydra.sweep.dir={tmp_path}", *SMALL, "parallel=pvs1,pvs2",
     ]  # fmt: skip
     first = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stderr

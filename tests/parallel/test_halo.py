@@ -75,7 +75,7 @@ def travel() -> list[dict[str, Any]]:
 
 def needs_the_whole_and_two_bands(memory_format: torch.memory_format, dim: int) -> bool:
     """Whether gathering to the first rank makes no more there than that, and no more than a band elsewhere."""
-    from tests.test_memory import peak_of  # here, because it takes each process a second
+    from tests.test_memory import least_peak_of  # here, because it takes each process a second
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
@@ -84,7 +84,7 @@ def needs_the_whole_and_two_bands(memory_format: torch.memory_format, dim: int) 
     cut = bands(12, ranks)
     start, stop = cut[rank]
     band = whole.narrow(dim, start, stop - start).clone(memory_format=memory_format)
-    peak = peak_of(lambda: gather_bands(band, cut, dim, group, True, memory_format))
+    peak = least_peak_of(lambda: gather_bands(band, cut, dim, group, True, memory_format))
     return peak <= (0 if rank else whole.nbytes + band.nbytes) + band.nbytes
 
 

@@ -35,6 +35,9 @@ class Transformer:
     def rope_tables(self, *_: Any) -> None:
         return None
 
+    def perturbation_plan(self, perturbations: Sequence[Perturbation], _: Any) -> Sequence[Perturbation]:
+        return perturbations
+
     def __call__(
         self, video: Stream, audio: Stream | None, _: Any, perturbations: Sequence[Perturbation]
     ) -> tuple[Tensor, Tensor | None]:
