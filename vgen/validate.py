@@ -48,12 +48,6 @@ def validate(
     family.validate(config, requests, architecture, checkpoint)
     _validate_parallel(config, requests, architecture, num_gpus)
     _validate_graph(config, num_gpus)
-    plan = plan_of(config, requests)
-    if config.measure.drift and plan.replica_size > plan.denoise_size:
-        raise ConfigurationError(
-            f"measure.drift=true compares ranks that denoise, and {plan.replica_size - plan.denoise_size} rank(s) of "
-            f"parallel.vae_size={plan.vae_size} only decode; use vae_size={plan.denoise_size} or less"
-        )
 
 
 def _validate_bench(bench: BenchConfig) -> None:
@@ -68,6 +62,11 @@ def _validate_parallel(config: Config, requests: tuple[Request, ...], architectu
     for sentence in _reasons(config, plan, requests, architecture):
         raise ConfigurationError(sentence)
     _validate_vae_strategy(config)
+    if config.measure.drift and plan.replica_size > plan.denoise_size:
+        raise ConfigurationError(
+            f"measure.drift=true compares ranks that denoise, and {plan.replica_size - plan.denoise_size} rank(s) of "
+            f"parallel.vae_size={plan.vae_size} only decode; use vae_size={plan.denoise_size} or less"
+        )
     if config.launcher.inline and plan.world_size > 1:
         raise ConfigurationError(
             f"launcher.inline=true runs one rank in this process, but the plan has {plan.world_size}; "

@@ -39,9 +39,9 @@ from vgen.models.ltx2.transformer import LTX2Transformer
 from vgen.models.ltx2.video_encoder import VideoEncoder
 from vgen.models.ltx2.video_vae import VideoDecoder
 from vgen.models.ltx2.vocoder import Vocoder
-from vgen.parallel.balance import TileCost, balanced_tiles
+from vgen.parallel.balance import plan_grid
 from vgen.parallel.mesh import Mesh
-from vgen.parallel.tiles import Tile, plan_tiles
+from vgen.parallel.tiles import Tile
 from vgen.pipelines.ltx2 import plan_request_passes
 from vgen.pipelines.types import Components, Decoders, Follower
 from vgen.requests import Request
@@ -238,9 +238,7 @@ def plan_decode(job: Job, request: Request, decode: Decode = "tile") -> tuple[Ti
     """The tiles of one request's decode, ``tile`` or ``tile_balanced``."""
     geometry, settings = latent_geometry(request), tile_settings(job.config)
     sizes = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
-    if decode == "tile_balanced":
-        return balanced_tiles(sizes, settings, job.plan.vae_size, TileCost(fixed=0, per_latent=1)).tiles
-    return plan_tiles(*sizes, settings)
+    return plan_grid(sizes, settings, job.plan.vae_size, balanced=decode == "tile_balanced")
 
 
 def build_decode(decoder: nn.Module, share: VaeShare) -> DecodeVideo:

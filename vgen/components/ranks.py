@@ -14,11 +14,11 @@ from vgen.graph.pool import GraphPool
 from vgen.job import Job
 from vgen.memory import GIB, TILED, Decode, DecodeAttempt, decode_ladder
 from vgen.models.plan import Plan
-from vgen.parallel.balance import TileCost, balanced_tiles
+from vgen.parallel.balance import plan_grid
 from vgen.parallel.guidance import build_run_passes
 from vgen.parallel.mesh import Mesh
 from vgen.parallel.tile_parallel import decode_tiles_parallel, encode_tiles_parallel
-from vgen.parallel.tiles import Tile, TileSettings, decode_tiled, encode_tiled, plan_tiles
+from vgen.parallel.tiles import Tile, TileSettings, decode_tiled, encode_tiled
 from vgen.parallel.ulysses import apply_ulysses
 from vgen.parallel.vae import from_vae
 from vgen.parallel.watch import collective
@@ -44,18 +44,16 @@ class VaeShare:
         plan = self.job.plan
         return self.mesh.vae is not None and plan.vae_size == plan.replica_size and self.strategy != "whole"
 
-    def adapt(self, vae: nn.Module, **options: Any) -> Any:
+    def adapt(self, vae: nn.Module) -> Any:
         """``vae`` in bands over the ranks where that is the strategy, else ``vae``."""
         if self.strategy != "halo":
             return vae
-        return from_vae(vae, self.job.config.parallel.vae_split, self.mesh.vae, **options)
+        return from_vae(vae, self.job.config.parallel.vae_split, self.mesh.vae)
 
     def grid(self, latent_frames: int, latent_height: int, latent_width: int) -> tuple[Tile, ...]:
         """The tiles of latents of this size, the same on all ranks."""
         sizes = (latent_frames, latent_height, latent_width)
-        if self.strategy != "tile_balanced":
-            return plan_tiles(*sizes, self.settings)
-        return balanced_tiles(sizes, self.settings, self.job.plan.vae_size, TileCost(fixed=0, per_latent=1)).tiles
+        return plan_grid(sizes, self.settings, self.job.plan.vae_size, balanced=self.strategy == "tile_balanced")
 
     def decode_tiles(self, decode: Callable[[Tensor], Tensor], latents: Tensor) -> Iterator[Tensor]:
         """Groups of frames from tiles; all of them at once, and on the first rank, where several ranks share them."""

@@ -34,9 +34,9 @@ from vgen.models.wan.image_encoder import build_image_encoder, restore_buffers
 from vgen.models.wan.transformer import WanTransformer
 from vgen.models.wan.vae import VideoDecoder, VideoEncoder
 from vgen.models.wan.vae_blocks import apply_channels_last
-from vgen.parallel.balance import TileCost, balanced_tiles
+from vgen.parallel.balance import plan_grid
 from vgen.parallel.mesh import Mesh
-from vgen.parallel.tiles import Tile, plan_tiles
+from vgen.parallel.tiles import Tile
 from vgen.pipelines.wan import WanComponents, WanDecoders, WanFollower, is_guided, latent_geometry, plan_request
 from vgen.requests import Request
 from vgen.residency import Residency
@@ -258,9 +258,7 @@ def plan_decode(job: Job, request: Request, decode: Decode = "tile") -> tuple[Ti
     """The tiles of one request's decode, ``tile`` or ``tile_balanced``."""
     geometry, settings = latent_geometry(request, job.architecture), tile_settings(job.config, job.architecture)
     sizes = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
-    if decode == "tile_balanced":
-        return balanced_tiles(sizes, settings, job.plan.vae_size, TileCost(fixed=0, per_latent=1)).tiles
-    return plan_tiles(*sizes, settings)
+    return plan_grid(sizes, settings, job.plan.vae_size, balanced=decode == "tile_balanced")
 
 
 def build_decode(job: Job, decoder: Any, share: VaeShare) -> DecodeVideo:

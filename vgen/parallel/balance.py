@@ -118,6 +118,15 @@ def balanced_tiles(latent_sizes: tuple[int, int, int], settings: TileSettings, r
     return best
 
 
+def plan_grid(
+    latent_sizes: tuple[int, int, int], settings: TileSettings, ranks: int, *, balanced: bool
+) -> tuple[Tile, ...]:
+    """The tiles that ``ranks`` share: those of ``plan_tiles``, or ``balanced`` ones by their volume alone."""
+    if not balanced:
+        return plan_tiles(*latent_sizes, settings)
+    return balanced_tiles(latent_sizes, settings, ranks, TileCost(fixed=0, per_latent=1)).tiles
+
+
 def _candidates(
     largest: Tile, latent_sizes: tuple[int, int, int], settings: TileSettings, cost: TileCost
 ) -> Iterator[tuple[float, tuple[Cuts, Cuts, Cuts]]]:

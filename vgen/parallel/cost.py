@@ -20,9 +20,9 @@ from typing import Any, Literal
 from vgen.models.ltx2.config import TransformerConfig, VideoDecoderConfig
 from vgen.models.wan.config import WanTransformerConfig, WanVaeConfig
 from vgen.models.wan.vae_levels import Level, decoder_levels
-from vgen.parallel.balance import TileCost, assign_tiles, balanced_tiles
+from vgen.parallel.balance import assign_tiles, plan_grid
 from vgen.parallel.plans import ParallelPlan
-from vgen.parallel.tiles import Tile, TileSettings, plan_tiles
+from vgen.parallel.tiles import Tile, TileSettings
 
 Curve = tuple[tuple[float, float], ...]
 """Measured points (size, value), the smallest size first."""
@@ -598,9 +598,7 @@ def _tile_parts(ranks: int, workload: Workload, decode: Decode, machine: Machine
 
 
 def _grid(ranks: int, workload: Workload, decode: Decode) -> tuple[Tile, ...]:
-    if decode == "tile":
-        return plan_tiles(*workload.latents, workload.tiles)
-    return balanced_tiles(workload.latents, workload.tiles, ranks, TileCost(fixed=0, per_latent=1)).tiles
+    return plan_grid(workload.latents, workload.tiles, ranks, balanced=decode != "tile")
 
 
 def _sums(clip_bytes: float, ranks: int) -> tuple[Message, ...]:

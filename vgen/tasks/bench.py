@@ -89,14 +89,12 @@ class Bench:
         """So far, on this rank."""
         return self._rows
 
-    def write(self, *, baseline: str | None = None, **facts: Any) -> None:
-        """On the first rank: ratios are of medians over the row ``baseline``, by default that of diffusers or else the
-        first."""
+    def write(self, **facts: Any) -> None:
+        """On the first rank, with ``facts`` beside the rows; ratios are of medians over diffusers' or the first row."""
         if not self._context.is_first:
             return
         out_dir, rows = self._context.job.out_dir, self._rows
-        named = baseline or next((row.name for row in rows if row.name.startswith("diffusers")), rows[0].name)
-        base = next(row for row in rows if row.name == named)
+        base = next((row for row in rows if row.name.startswith("diffusers")), rows[0])
         table = [
             {
                 **dataclasses.asdict(row),
