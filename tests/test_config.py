@@ -110,7 +110,7 @@ def test_tiny_has_work_for_four_ranks() -> None:
         ("parallel.vae_strategy=strips", "is not a choice; use one of: auto, whole, tile, tile_balanced, halo"),
         ("task=score parallel=cfg2", "task=score spreads prompts over ranks and nothing else"),
         ("graph.max_graphs=0", "too few; give 1 or more"),
-        ("graph.scope=step", "not built yet"),
+        ("graph.scope=pass", r"'pass' is not a choice; use one of: transformer, step"),
         ("graph=cuda", "on the CPU; use graph=compile or graph=eager"),
         ("sampler.steps=0", "denoises nothing"),
         ("sampler.video.cfg_scale=nan", "not a scale"),

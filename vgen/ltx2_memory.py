@@ -91,6 +91,8 @@ def estimate(
         decode_video=_decodes(decoder, latents, tiles, value_bytes, spread),
         decode_audio=audio,
         kept=tables,
+        prompt=prompt_bytes(transformer, text.tokens, value_bytes),
+        prompts=contexts,
     )
 
 
@@ -164,6 +166,12 @@ def rope_bytes(config: TransformerConfig, geometry: Geometry, value_bytes: int) 
     return (video + 2 * geometry.audio_tokens * config.audio_width) * value_bytes
 
 
+def prompt_bytes(config: TransformerConfig, text_tokens: int, value_bytes: int) -> int:
+    """One prompt as the blocks read it; with 2.0 the keys and values of every block are there too."""
+    tensors = 1 + 2 * config.num_layers if config.caption_projection else 1
+    return text_tokens * tensors * (config.width + config.audio_width) * value_bytes
+
+
 def denoise_bytes(
     config: TransformerConfig,
     geometry: Geometry,
@@ -183,8 +191,8 @@ def denoise_bytes(
     attention made it, as it came back, and with its heads side by side. Where the tokens do not divide, the last rank
     has its part of the tables as a copy.
 
-    Where tokens have timesteps of their own, shift, scale and gate are of the stream's size. With 2.0 the text's keys
-    and values of every block are there too, once per prompt. Sound and text are whole on every rank.
+    Where tokens have timesteps of their own, shift, scale and gate are of the stream's size. Sound and text are whole
+    on every rank.
     """
     widths = config.width + config.audio_width
     rows, local = 3 if conditioned else 0, spread.local_tokens(geometry.video_tokens)
@@ -192,12 +200,9 @@ def denoise_bytes(
     stream += 3 * geometry.audio_tokens * config.audio_width
     if local * spread.plan.ulysses_size > geometry.video_tokens:
         stream += local * widths
-    text = contexts * text_tokens * widths
-    if config.caption_projection:
-        text += contexts * text_tokens * 2 * config.num_layers * widths
     latents = geometry.video_tokens * config.in_channels + geometry.audio_tokens * config.audio_in_channels
     worst = max(stream * value_bytes, spread.exchanged_passes(passes) * latents * FP32_BYTES)
-    return worst + text * value_bytes + GUIDANCE_TENSORS * latents * FP32_BYTES
+    return worst + contexts * prompt_bytes(config, text_tokens, value_bytes) + GUIDANCE_TENSORS * latents * FP32_BYTES
 
 
 def decode_bytes(config: VideoDecoderConfig, latents: tuple[int, ...], value_bytes: int) -> int:

@@ -136,7 +136,8 @@ class Activations:
     """Work of each stage at its worst moment, without weights; 0 or empty where a run has no such stage.
 
     ``encode_video``: of the longest clip, as it is encoded where videos are decoded so; without the decodes that cannot
-    be, as ``decode_video``. ``kept``: what outlives the denoising in the transformer, its position tables.
+    be, as ``decode_video``. ``kept``: what outlives the denoising: the transformer's position tables, and graphs.
+    ``prompt``: of ``denoise``, what one of ``prompts`` texts is to the transformer.
     """
 
     text_encode: int
@@ -146,6 +147,16 @@ class Activations:
     decode_video: Mapping[Decode, VaeWork]
     decode_audio: int
     kept: int
+    prompt: int = 0
+    prompts: int = 1
+
+    def with_graphs(self, transformers: int, *, whole_steps: bool) -> Self:
+        """The same where calls of the transformers are captured: their work stays in the graphs' pool, which they
+        share, and each has a copy of its inputs: of one text at a time, or of all where a step is one graph."""
+        texts = self.prompts if whole_steps else 1
+        copies = transformers * (texts * self.prompt + self.kept)
+        pool = self.denoise - self.prompts * self.prompt - self.kept
+        return replace(self, denoise=self.denoise + copies, kept=self.kept + copies + pool)
 
     def without(self, stages: Collection[str]) -> Self:
         """The same with no work in ``stages``, which a run does not have."""

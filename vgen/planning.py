@@ -197,4 +197,8 @@ def _common(choices: Iterable[Choice]) -> Choice:
 
 def _activations(job: Job, request: Request, components: Collection[str]) -> Activations:
     idle = [stage for stage, names in memory.STAGE_WEIGHTS.items() if not set(names) & set(components)]
-    return transforms.activations(job, request, components, spread_of(job, request)).without(idle)
+    work = transforms.activations(job, request, components, spread_of(job, request))
+    graph, transformers = job.config.graph, set(memory.STAGE_WEIGHTS["denoise"]) & set(components)
+    if graph.captures and transformers:
+        work = work.with_graphs(len(transformers), whole_steps=graph.scope == "step")
+    return work.without(idle)

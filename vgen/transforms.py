@@ -63,12 +63,6 @@ def build_components(
     return _family(job).build_components(job, device, decode, requests, timer, mesh)
 
 
-def transformers_of(job: Job, components: Any) -> tuple[nn.Module, ...]:
-    """Those of ``build_components``."""
-    transformers: tuple[nn.Module, ...] = _family(job).transformers_of(components)
-    return transformers
-
-
 def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> Any:
     """What a rank that only decodes needs, as ``follow`` of the family's pipeline takes it."""
     return _family(job).build_follower(job, device, decode, mesh)

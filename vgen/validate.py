@@ -107,10 +107,6 @@ def _validate_graph(config: Config, num_gpus: int | None) -> None:
     for name in ("warmup", "max_graphs"):
         if getattr(graph, name) < 1:
             raise ConfigurationError(f"graph.{name}={getattr(graph, name)} is too few; give 1 or more")
-    if graph.scope == "step":
-        raise ConfigurationError(
-            "graph.scope=step is not built yet: a graph holds one call; use graph.scope=transformer"
-        )
     if not graph.captures or not config.task.needs_weights:
         return
     if config.device == "cpu" or num_gpus == 0:

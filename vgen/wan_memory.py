@@ -89,6 +89,8 @@ def estimate(
         decode_video=_decodes(vae, latents, tiles, chunk, value_bytes, spread),
         decode_audio=0,
         kept=rope_bytes(architecture.transformer, geometry),
+        prompt=prompt_bytes(architecture.transformer, text_tokens, value_bytes),
+        prompts=contexts,
     )
 
 
@@ -149,6 +151,11 @@ def rope_bytes(config: WanTransformerConfig, geometry: Geometry) -> int:
     return geometry.video_tokens * config.attention_head_dim * FP32_BYTES
 
 
+def prompt_bytes(config: WanTransformerConfig, text_tokens: int, value_bytes: int) -> int:
+    """Keys and values of one prompt in every block."""
+    return text_tokens * 2 * config.num_layers * config.width * value_bytes
+
+
 def denoise_bytes(
     config: WanTransformerConfig,
     geometry: Geometry,
@@ -164,9 +171,8 @@ def denoise_bytes(
 
     The block's input, the stream, its modulated norm; and in self-attention keys, turned and being turned in
     fp32, queries and values, in the feed-forward the hidden layer before and after GELU. Where tokens have timesteps of
-    their own, shift, scale and gate are fp32 rows for each token. The text's keys and values of every block are there
-    too, once per prompt. Over the ranks of Ulysses attention has what is exchanged, beside the stream, its modulated
-    norm, and queries and keys that are not turned yet.
+    their own, shift, scale and gate are fp32 rows for each token. Over the ranks of Ulysses attention has what is
+    exchanged, beside the stream, its modulated norm, and queries and keys that are not turned yet.
     """
     tokens, width = spread.local_tokens(geometry.video_tokens), config.width
     stream_bytes = FP32_BYTES if residual == "fp32" else value_bytes
@@ -175,7 +181,7 @@ def denoise_bytes(
     feed_forward = 2 * tokens * config.ffn_dim * value_bytes
     modulating = tokens * width * (2 * FP32_BYTES)
     rows = 3 * tokens * width * FP32_BYTES if held else 0
-    text = contexts * text_tokens * 2 * config.num_layers * width * value_bytes
+    text = contexts * prompt_bytes(config, text_tokens, value_bytes)
     patches = prod(geometry.patch_size) * geometry.video_tokens
     latents = patches * (config.out_channels * SOLVER_TENSORS + config.in_channels)
     exchanged = spread.exchanged_passes(contexts) * patches * config.out_channels * FP32_BYTES

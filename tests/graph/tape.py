@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vgen.graph.backend import Captured
+from vgen.graph.tree import map_tensors
 
 
 class Tape(TorchDispatchMode):
@@ -68,9 +69,7 @@ class TapeBackend:
             outputs = run()
         self.runs += warmup + 1
         # Recorded, not run.
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
-                tensor.fill_(float("nan"))
+        map_tensors(outputs, lambda _, tensor: tensor.fill_(float("nan")))
         self.tapes.append(tape)
         return Captured(tape, outputs, self.GRAPH_BYTES)
 

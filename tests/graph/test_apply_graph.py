@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.graph.tape import RerunBackend, TapeBackend
 from tests.parallel.test_ulysses import CASES, STG, LTX2Case, WanCase, build, largest_error, run
 from vgen.config import GraphConfig
-from vgen.graph.apply import apply_graph, capture_calls, graphs_of
+from vgen.graph.apply import apply_graph, capture_calls, graphs_of, release_calls
 from vgen.graph.compile import compile_blocks, compile_report
 from vgen.graph.pool import GraphPool
 from vgen.models.ltx2.perturbation import Perturbation
@@ -114,11 +114,37 @@ def test_graphs_need_cuda(mode: Any) -> None:
     assert all(part._compiled_call_impl is None for part in model.modules())
 
 
-def test_a_step_as_one_graph_is_refused() -> None:
+def test_with_whole_steps_captured_calls_of_the_transformer_are_not() -> None:
     one = CAPTURED["LTX-2.0"]
+    model = build(one.config, torch.float32)
     config = dataclasses.replace(EAGER, mode="cuda", scope="step")
-    with pytest.raises(ValueError, match=r"graph\.scope=step is not built"):
-        apply_graph(build(one.config, torch.float32), one.plan, config, torch.device("cuda"))
+    apply_graph(model, one.plan, config, torch.device("cuda"), pool=GraphPool(TapeBackend()))
+    assert all(part._compiled_call_impl is None for part in model.modules())
+
+
+def test_released_calls_are_direct_again() -> None:
+    one = CAPTURED["LTX-2.0"]
+    model = build(one.config, torch.float32)
+    pool = GraphPool(TapeBackend())
+    capture_calls(model, EAGER, pool)
+    arguments = one.inputs(model, torch.float32)
+    expected = run(model, arguments)
+    release_calls(model)
+    assert graphs_of(model) is None
+    assert model._compiled_call_impl is None
+    assert pool.num_bytes == 0
+    assert all(map(torch.equal, run(model, arguments), expected))
+    release_calls(model)  # of nothing
+
+
+def test_released_calls_are_compiled_as_before(quick_compiler: list[dict[str, Any]]) -> None:
+    one = CAPTURED["LTX-2.0"]
+    model = build(one.config, torch.float32)
+    compile_blocks(model, one.plan, dataclasses.replace(COMPILE, compile_scope="transformer"))
+    compiled = model._compiled_call_impl
+    capture_calls(model, EAGER, GraphPool(RerunBackend()))
+    release_calls(model)
+    assert model._compiled_call_impl is compiled
 
 
 @pytest.fixture

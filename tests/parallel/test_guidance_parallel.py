@@ -115,7 +115,7 @@ def denoise_ltx2(case: Case, run_passes: RunPasses) -> tuple[list[Tensor], int]:
         {"positive": Context(draw(5, 12), draw(5, 12)), "negative": Context(draw(5, 12), draw(5, 12))},
         case.video, case.audio or Guidance(),
     )  # fmt: skip
-    predict = ltx2_denoise.build_serial_predict(model, conditioning, run_passes)
+    predict = ltx2_denoise.build_serial_step(model, conditioning, run_passes)
     steps: list[Tensor] = []
     ltx2_denoise.denoise(
         predict, latents, SIGMAS, lambda _, after: steps.extend([after.video, *([after.audio] if case.audio else [])])
@@ -132,7 +132,7 @@ def denoise_wan(plans: tuple[StepPlan, ...], run_passes: RunPasses) -> tuple[lis
     residency = Residency(torch.device("cpu"), {"transformer": model, "transformer_2": model}, {})
     steps: list[Tensor] = []
     wan_denoise.denoise(
-        lambda _, told: wan_denoise.build_serial_predict(model, told, run_passes),
+        lambda _, told: wan_denoise.build_serial_step(model, told, run_passes),
         conditioning, noise, plans, residency, lambda _, after: steps.append(after),
     )  # fmt: skip
     return steps, calls[0]

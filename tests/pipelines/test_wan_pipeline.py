@@ -173,18 +173,18 @@ def test_the_experts_meet_their_own_guidance(
     """Of 999, 857 and 601 the first alone is at or above the boundary; scales in the order high noise, low noise."""
     job = wan_job(tmp_path, folders["t2v_a14b"], "t2v_a14b")
     seen = []
-    build = wan_denoise.build_serial_predict
+    built = transforms.build_components(job, CPU)
 
-    def build_predict(transformer: Any, conditioning: Any) -> Any:
-        predict = build(transformer, conditioning)
+    def make_step(expert: Any, conditioning: Any) -> Any:
+        step = wan_denoise.build_serial_step(built.experts[expert], conditioning)
 
-        def noted(latents: Tensor, plan: Any) -> Tensor:
-            seen.append((components.experts["high_noise"] is transformer, int(plan.timestep), plan.guidance))
-            return predict(latents, plan)
+        def noted(latents: Tensor, history: Any, plan: Any, numbers: Any) -> Any:
+            seen.append((expert == "high_noise", int(numbers.timestep), plan.guidance))
+            return step(latents, history, plan, numbers)
 
         return noted
 
-    components = dataclasses.replace(transforms.build_components(job, CPU), build_predict=build_predict)
+    components = dataclasses.replace(built, make_step=make_step)
     wan.generate(components, job.requests[0], job.config.sampler, ListSink())  # type: ignore[arg-type]
     assert seen == [(True, 999, 4.0), (False, 857, 3.0), (False, 600, 3.0)]
 

@@ -12,7 +12,7 @@ from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.perturbation import Perturbation
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream
 from vgen.stages.condition import Conditions
-from vgen.stages.denoise import Conditioning, build_serial_predict, denoise
+from vgen.stages.denoise import Conditioning, build_serial_step, denoise
 from vgen.stages.latents import Latents
 from vgen.stages.passes import plan_passes
 from vgen.stages.text import Context
@@ -68,7 +68,7 @@ def run(
         {"positive": context(1.0), "negative": context(-1.0)}, video, audio or Guidance(), conditions, audio_is_given,
     )  # fmt: skip
     transformer, steps = Transformer(), [latents]
-    predict = build_serial_predict(cast(LTX2Transformer, transformer), conditioning)
+    predict = build_serial_step(cast(LTX2Transformer, transformer), conditioning)
     denoise(predict, latents, SIGMAS, lambda _, after: steps.append(after))
     return transformer, steps
 

@@ -24,7 +24,7 @@ from vgen.models.ltx2.video_vae import PerChannelStatistics
 from vgen.models.ltx2.vocoder import Vocoder
 from vgen.requests import build_requests
 from vgen.stages.condition import EncodedImage, condition_images, noised
-from vgen.stages.denoise import Conditioning, build_serial_predict, denoise
+from vgen.stages.denoise import Conditioning, build_serial_step, denoise
 from vgen.stages.latents import Latents, pack_audio, pack_video
 from vgen.stages.passes import plan_passes
 from vgen.stages.text import Context
@@ -182,7 +182,7 @@ def test_it_makes_what_the_pipeline_makes_of_the_same_noise(
         geometry, plan_passes(guidance, guidance), texts, guidance, guidance, conditions  # type: ignore[arg-type]
     )  # fmt: skip
     sigmas = build_sigmas(3, schedule="official", video_tokens=geometry.video_tokens)
-    made = denoise(build_serial_predict(model.transformer, conditioning), start, sigmas)
+    made = denoise(build_serial_step(model.transformer, conditioning), start, sigmas)
     torch.testing.assert_close(video, made.video, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(audio, made.audio, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(video, start.video, atol=0.1)

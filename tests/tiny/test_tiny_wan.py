@@ -33,7 +33,7 @@ from vgen.pipelines import wan as pipeline
 from vgen.requests import build_requests
 from vgen.residency import Residency
 from vgen.stages.wan_condition import WanInputs
-from vgen.stages.wan_denoise import WanConditioning, build_serial_predict, denoise
+from vgen.stages.wan_denoise import WanConditioning, build_serial_step, denoise
 from vgen.tasks import train_tiny
 from vgen.tasks.types import TaskContext
 from vgen.tiny.tokenizer import UMT5
@@ -411,7 +411,7 @@ def test_it_makes_what_the_pipeline_makes_of_the_same_noise(model: wan.Diffusion
     conditioning = WanConditioning(GEOMETRY, texts[0], texts[1], inputs)
     plans = pipeline.plan_request(replace_sampler(sampler), None)
     residency = Residency(CPU, {"transformer": model.transformer}, {})
-    made = denoise(lambda _, c: build_serial_predict(model.transformer, c), conditioning, start, plans, residency)
+    made = denoise(lambda _, c: build_serial_step(model.transformer, c), conditioning, start, plans, residency)
     # Measured: 3e-6 of values whose deviation is 1.2.
     assert largest(wan.unpack(video, GEOMETRY), made) < 1e-5
     assert largest(made, start) > 0.5

@@ -12,7 +12,9 @@ from vgen.components.prompts import build_encode_prompts
 from vgen.components.ranks import (
     ALONE,
     VaeShare,
+    captured_step,
     fallbacks,
+    graph_pool,
     hand_over,
     is_first,
     own_parts,
@@ -47,7 +49,7 @@ from vgen.pipelines.types import Components, Decoders, Follower
 from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.decode import AudioComponents, DecodeVideo
-from vgen.stages.denoise import build_serial_predict
+from vgen.stages.denoise import build_step, run_step
 from vgen.stages.encode import Encoders, EncodeVideo
 from vgen.stages.latents import latent_geometry
 from vgen.stages.passes import needs_negative
@@ -78,24 +80,22 @@ def build_components(
     requests = job.requests if requests is None else requests
     residency = Residency(device, {}, {})
     encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
-    transformer = build_transformer(job, device, residency)
-    transform(transformer, PLAN, job, device, mesh)
+    transformer, pool = build_transformer(job, device, residency), graph_pool(job, device)
+    transform(transformer, PLAN, job, device, mesh, pool)
+    run = captured_step(partial(run_step, transformer, passes_over(mesh)), transformer, job, mesh, pool)
     return Components(
         architecture=job.architecture,
         encode_prompts=encode,
         transformer=transformer,
-        make_predict=partial(build_serial_predict, transformer, run_passes=passes_over(mesh)),
+        make_step=partial(build_step, run, transformer),
         decoders=build_decoders(job, device, residency, decode, mesh) if mesh.vae_rank is not None else None,
         encoders=build_encoders(job, device, residency, decode, mesh) if needs_encoders(job.requests) else None,
         residency=residency,
         device=device,
         dtype=DTYPES[job.config.quant.mode],
         hand_over=hand_over(job, mesh),
+        graph_pool=pool,
     )
-
-
-def transformers_of(components: Components) -> tuple[nn.Module, ...]:
-    return (components.transformer,)
 
 
 def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> Follower:

@@ -1,6 +1,6 @@
 """What a rank builds and does by its place in the mesh: its share of encodes and decodes, and latents handed over."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vgen.graph.apply import apply_graph, graphs_of
+from vgen.graph.agreement import Agreement
+from vgen.graph.apply import apply_graph, capture_step
 from vgen.graph.backend import CudaBackend
 from vgen.graph.pool import GraphPool
 from vgen.job import Job
@@ -123,7 +124,21 @@ def transform(
     ``pool``: of another transformer that never runs at the same time.
     """
     apply_ulysses(transformer, plan, mesh.ulysses)
-    apply_graph(transformer, plan, job.config.graph, device, group=mesh.ulysses, pool=pool)
+    agreement = None if mesh.ulysses is None else Agreement(dist.get_process_group_ranks(mesh.ulysses))
+    apply_graph(transformer, plan, job.config.graph, device, agreement=agreement, pool=pool)
+
+
+def captured_step(
+    run: Callable[..., Any], transformer: nn.Module, job: Job, mesh: Mesh, pool: GraphPool | None
+) -> Callable[..., Any]:
+    """``run``, a step of ``transformer``, as one graph where ``graph.scope`` asks for it; else ``run`` itself."""
+    if pool is None or job.config.graph.scope != "step":
+        return run
+    size = job.plan.denoise_size
+    first = mesh.data_rank * job.plan.replica_size
+    # Passes are exchanged in a step, so all ranks that denoise have to capture it together.
+    agreement = Agreement(range(first, first + size)) if size > 1 else None
+    return capture_step(run, transformer, job.config.graph, pool, agreement=agreement)
 
 
 def graph_pool(job: Job, device: torch.device) -> GraphPool | None:
@@ -131,10 +146,10 @@ def graph_pool(job: Job, device: torch.device) -> GraphPool | None:
     return GraphPool(CudaBackend(device)) if job.config.graph.captures else None
 
 
-def graph_report(transformers: Iterable[nn.Module]) -> dict[str, Any]:
+def graph_report(pool: GraphPool | None) -> dict[str, Any]:
     """Of all graphs of the run so far: ``cuda_graphs`` held, ``graph_gib`` of their pool and inputs, ``capture_s``."""
-    stats = [graphs.stats() for graphs in map(graphs_of, transformers) if graphs is not None]
-    held = max((one.pool_bytes for one in stats), default=0) + sum(one.input_bytes for one in stats)
+    stats = [] if pool is None else [graphs.stats() for graphs in pool.owners]
+    held = (0 if pool is None else pool.num_bytes) + sum(one.input_bytes for one in stats)
     return {
         "cuda_graphs": sum(len(one.graph_bytes) for one in stats),
         "graph_gib": held / GIB,

@@ -12,6 +12,7 @@ from vgen.components.prompts import build_encode_prompts
 from vgen.components.ranks import (
     ALONE,
     VaeShare,
+    captured_step,
     fallbacks,
     graph_pool,
     hand_over,
@@ -42,7 +43,7 @@ from vgen.requests import Request
 from vgen.residency import Residency
 from vgen.stages.decode import DecodeVideo
 from vgen.stages.wan_condition import EncodeVideo, WanEncoders
-from vgen.stages.wan_denoise import PARTS, build_serial_predict
+from vgen.stages.wan_denoise import PARTS, Step, WanConditioning, build_step, run_step
 from vgen.stages.wan_text import TextComponents, encode_prompts
 from vgen.wan_memory import estimate
 
@@ -86,24 +87,28 @@ def build_components(
     encode = build_encode_prompts(build_text, encode_prompts, TEXT, job, device, residency, requests, timer)
     experts = {expert: build_transformer(job, device, residency, name) for expert, name in _experts(job).items()}
     pool = graph_pool(job, device)  # one for both, which never run at the same time
-    for transformer in experts.values():
+    runs = {}
+    for expert, transformer in experts.items():
         transform(transformer, plan.PLAN, job, device, mesh, pool)
+        run = partial(run_step, transformer, passes_over(mesh))
+        runs[expert] = captured_step(run, transformer, job, mesh, pool)
+
+    def make_step(expert: Expert, conditioning: WanConditioning) -> Step:
+        return build_step(runs[expert], experts[expert], conditioning)
+
     return WanComponents(
         architecture=job.architecture,
         encode_prompts=encode,
         experts=experts,
         boundary=job.config.model.boundary,
-        build_predict=partial(build_serial_predict, run_passes=passes_over(mesh)),
+        make_step=make_step,
         decoders=build_decoders(job, device, residency, decode, mesh) if mesh.vae_rank is not None else None,
         encoders=build_encoders(job, device, residency, decode, mesh) if needs_encoders(job.requests) else None,
         residency=residency,
         device=device,
         hand_over=hand_over(job, mesh),
+        graph_pool=pool,
     )
-
-
-def transformers_of(components: WanComponents) -> tuple[nn.Module, ...]:
-    return tuple(components.experts.values())
 
 
 def build_follower(job: Job, device: torch.device, decode: Decode, mesh: Mesh) -> WanFollower:

@@ -33,10 +33,11 @@ class StepWeights:
     """What one step weighs the sample, x0 and the tensors of its :data:`History` with, in this order.
 
     ``corrected``: the sample as UniPC's corrector leaves it, which the next step reads. ``next``: the next sample.
+    Numbers, or fp32 tensors ``[terms]`` on the samples' device, with the same result.
     """
 
-    corrected: tuple[float, ...]
-    next: tuple[float, ...]
+    corrected: tuple[float, ...] | Tensor
+    next: tuple[float, ...] | Tensor
 
 
 History = tuple[Tensor, ...]
@@ -136,13 +137,10 @@ def advance(sample: Tensor, x0: Tensor, weights: StepWeights, history: History =
     return _combine(weights.next, terms), (_combine(weights.corrected, terms), x0, *history[1:2])
 
 
-def _combine(weights: tuple[float, ...], terms: tuple[Tensor, ...]) -> Tensor:
-    """The weighted sum; a term of weight 0 is not read, one of weight 1 alone is not copied."""
-    # Euler weighs two terms and has no use for a history.
-    used = [(weight, term) for weight, term in zip(weights, terms, strict=False) if weight != 0]
-    (first, total), *rest = used
-    if first != 1:
-        total = total * first
-    for weight, term in rest:
-        total = torch.add(total, term, alpha=weight)
+def _combine(weights: tuple[float, ...] | Tensor, terms: tuple[Tensor, ...]) -> Tensor:
+    # Euler weighs two terms and has no use for a history. A product is rounded before it is added: by a number and by
+    # a tensor alike.
+    total, *rest = (term * weight for weight, term in zip(weights, terms, strict=False))
+    for part in rest:
+        total = total + part
     return total

@@ -9,6 +9,7 @@ The exchange runs on the host (gloo), in a group of its own, so that it neither 
 order of the device's collectives.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -20,13 +21,13 @@ DECISIONS = ("capture", "eager", "refuse")
 
 
 class Agreement:
-    """Made by all ranks of ``group`` at the same place of the program, as any process group is.
+    """Made by all of ``ranks``, and nobody else, at the same place of the program, as any process group is.
 
     ``timeout_s``: how far apart the ranks may arrive at one miss, compilation before it included.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float = 300.0) -> None:
-        self._ranks = dist.get_process_group_ranks(group)
+    def __init__(self, ranks: Sequence[int], timeout_s: float = 300.0) -> None:
+        self._ranks = list(ranks)
         self._timeout_s = timeout_s
         self._group = dist.new_group(
             self._ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from vgen.config import GraphConfig
@@ -16,7 +15,7 @@ from vgen.graph.cuda_graph import CudaGraphs
 from vgen.graph.pool import GraphPool
 from vgen.models.plan import Plan
 
-CONSTANTS = ("context", "rope", "perturbations")
+CONSTANTS = ("context", "rope", "perturbations", "constants")
 """Arguments and fields of both families that are made once per request, and written to by nobody."""
 
 
@@ -26,31 +25,30 @@ def apply_graph(
     config: GraphConfig,
     device: torch.device,
     *,
-    group: dist.ProcessGroup | None = None,
+    agreement: Agreement | None = None,
     state: Callable[[], Any] = tuple,
     pool: GraphPool | None = None,
 ) -> None:
     """Compile and capture the calls of ``transformer``, in place, hooks included; ``eager`` changes nothing.
 
-    To be called last: what is registered on the transformer or swapped in it afterwards is not in its graphs.
-    ``group``: the ranks that a call has collectives with. ``state``: asked at each call for what the arguments do not
-    say, such as which adapter is merged. ``pool``: of a transformer that never runs at the same time as this one.
+    To be called last: what is registered on the transformer or swapped in it afterwards is not in its graphs. With
+    ``graph.scope=step`` its calls are not captured: see ``capture_step``. ``agreement``: with the ranks that a call has
+    collectives with. ``state``: asked at each call for what the arguments do not say, such as which adapter is merged.
+    ``pool``: of a transformer that never runs at the same time as this one.
 
     Raises:
-        ValueError: the mode or the scope cannot be had here.
+        ValueError: the mode cannot be had here.
     """
-    if config.mode in ("cuda", "compile_cuda"):
-        _check(config, device)
+    if config.captures and device.type != "cuda":
+        raise ValueError(
+            f"graph.mode={config.mode} captures CUDA graphs and this run is on {device.type}: "
+            f"use device=cuda, graph=compile or graph=eager"
+        )
     compile_blocks(transformer, plan, config)
-    if config.mode not in ("cuda", "compile_cuda"):
-        return
-    capture_calls(
-        transformer,
-        config,
-        GraphPool(CudaBackend(device)) if pool is None else pool,
-        state=state,
-        agreement=None if group is None else Agreement(group),
-    )
+    if config.captures and config.scope == "transformer":
+        if pool is None:
+            pool = GraphPool(CudaBackend(device))
+        capture_calls(transformer, config, pool, state=state, agreement=agreement)
 
 
 def capture_calls(
@@ -66,11 +64,52 @@ def capture_calls(
     The attribute is the one by which ``nn.Module.compile`` takes over a call, hooks included.
     """
     compiled = transformer._compiled_call_impl
-    whole_call = transformer._call_impl if compiled is None else compiled
-    transformer._compiled_call_impl = CudaGraphs(
-        whole_call,
+    call = transformer._call_impl if compiled is None else compiled
+    graphs = _capture(call, transformer, config, pool, state, agreement, inspect.signature(transformer.forward))
+    transformer._compiled_call_impl = graphs
+
+
+def release_calls(transformer: nn.Module) -> None:
+    """Undo ``capture_calls``: drop the graphs, their memory too, and call what they called; compiled blocks stay so."""
+    graphs = graphs_of(transformer)
+    if graphs is not None:
+        graphs.clear()
+        transformer._compiled_call_impl = None if graphs.function == transformer._call_impl else graphs.function
+
+
+def capture_step(
+    step: Callable[..., Any],
+    transformer: nn.Module,
+    config: GraphConfig,
+    pool: GraphPool,
+    *,
+    state: Callable[[], Any] = tuple,
+    agreement: Agreement | None = None,
+) -> CudaGraphs:
+    """``step``, which calls ``transformer`` and is a function of its arguments alone, as graphs: passes, guidance and
+    solver in one replay. What no step changes is under its argument ``constants``."""
+    return _capture(step, transformer, config, pool, state, agreement, inspect.signature(step))
+
+
+def graphs_of(transformer: nn.Module) -> CudaGraphs | None:
+    """What captures the calls of ``transformer``, to seal, clear or report; None where nothing does."""
+    graphs = transformer._compiled_call_impl
+    return graphs if isinstance(graphs, CudaGraphs) else None
+
+
+def _capture(
+    function: Callable[..., Any],
+    transformer: nn.Module,
+    config: GraphConfig,
+    pool: GraphPool,
+    state: Callable[[], Any],
+    agreement: Agreement | None,
+    signature: inspect.Signature,
+) -> CudaGraphs:
+    return CudaGraphs(
+        function,
         pool,
-        signature=inspect.signature(transformer.forward),
+        signature=signature,
         weights=transformer,
         state=state,
         constants=CONSTANTS,
@@ -80,19 +119,3 @@ def capture_calls(
         on_miss=config.on_miss,
         agreement=agreement,
     )
-
-
-def graphs_of(transformer: nn.Module) -> CudaGraphs | None:
-    """What captures the calls of ``transformer``, to seal, clear or report; None where nothing does."""
-    graphs = transformer._compiled_call_impl
-    return graphs if isinstance(graphs, CudaGraphs) else None
-
-
-def _check(config: GraphConfig, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(
-            f"graph.mode={config.mode} captures CUDA graphs and this run is on {device.type}: "
-            f"use device=cuda, graph=compile or graph=eager"
-        )
-    if config.scope != "transformer":
-        raise ValueError(f"graph.scope={config.scope} is not built; use graph.scope=transformer")

@@ -112,6 +112,7 @@ class CudaGraphs:
         self._graphs: OrderedDict[GraphKey, _Graph] = OrderedDict()
         self._counts = dict.fromkeys(("calls", "replays", "captures", "eager_calls", "evictions", "stale"), 0)
         self._capture_s = 0.0
+        pool.owners.add(self)
 
     def __len__(self) -> int:
         """Graphs held now."""
@@ -119,6 +120,11 @@ class CudaGraphs:
 
     def __bool__(self) -> bool:
         return True
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What is called without a graph."""
+        return self._function
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,9 +211,16 @@ class CudaGraphs:
         fill(inputs, tensors)
         static = inspect.BoundArguments(self._signature, OrderedDict(arguments))
         versions = [buffer.target._version for buffer in inputs]
-        captured = self._pool.backend.capture(
-            lambda: self._function(*static.args, **static.kwargs), self._warmup, self._pool.handle
-        )
+        storages = {buffer.target.untyped_storage().data_ptr() for buffer in inputs}
+
+        def run() -> Any:
+            outputs = self._function(*static.args, **static.kwargs)
+            # What is handed through is copied: the next call overwrites the input.
+            return map_tensors(
+                outputs, lambda _, one: one.clone() if one.untyped_storage().data_ptr() in storages else one
+            )
+
+        captured = self._pool.backend.capture(run, self._warmup, self._pool.handle)
         self._pool.enter()
         weights = None if self._module is None else WeightAddresses(self._module)
         graph = self._graphs[key] = _Graph(captured, inputs, weights)

@@ -1,19 +1,25 @@
 """Memory that graphs share: what one needs while it runs, the next one uses again."""
 
+import weakref
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 from vgen.graph.backend import Backend
+
+if TYPE_CHECKING:
+    from vgen.graph.cuda_graph import CudaGraphs
 
 
 class GraphPool:
     """The pool of one or more ``CudaGraphs`` that never run at the same time, such as those of Wan's two experts.
 
     The device's memory goes back when the last graph has left; until then a pool keeps its largest size, which all of
-    its graphs use in turn.
+    its graphs use in turn. ``owners``: those that capture into it and are alive.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.owners: weakref.WeakSet[CudaGraphs] = weakref.WeakSet()
         self._handle: Hashable = None
         self._graphs = 0
 

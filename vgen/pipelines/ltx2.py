@@ -64,7 +64,7 @@ def generate(
                 check_finite("the video latents", latents.video, "after step 1")
                 check_finite("the audio latents", latents.audio, "after step 1")
 
-        latents = denoise(components.make_predict(conditioning), latents, sigmas.to(components.device), on_step)
+        latents = denoise(components.make_step(conditioning), latents, sigmas.to(components.device), on_step)
 
     video_latents = unpack_video(latents.video, geometry)
     audio_latents = None

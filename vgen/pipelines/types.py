@@ -7,11 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vgen.graph.pool import GraphPool
 from vgen.models.ltx2.config import LTX2Config
 from vgen.models.ltx2.transformer import LTX2Transformer
 from vgen.residency import Residency
 from vgen.stages.decode import AudioComponents, DecodeVideo, Fallback, Sound
-from vgen.stages.denoise import Conditioning, Predict
+from vgen.stages.denoise import Conditioning, Step
 from vgen.stages.encode import Encoders, EncodeVideo
 from vgen.stages.text import EncodePrompts
 
@@ -31,19 +32,21 @@ class Components:
 
     ``encoders`` is None where no request brings an image, a clip or a sound. ``residency`` knows which parts wait in
     host memory: what a stage needs is used within ``residency.use(part, …)``. ``decoders`` is None on a rank that only
-    denoises; ``hand_over`` gives the final video latents to ranks that only decode.
+    denoises; ``hand_over`` gives the final video latents to ranks that only decode. ``graph_pool``: of what is
+    captured; None where nothing is.
     """
 
     architecture: LTX2Config
     encode_prompts: EncodePrompts
     transformer: LTX2Transformer
-    make_predict: Callable[[Conditioning], Predict]
+    make_step: Callable[[Conditioning], Step]
     decoders: Decoders | None
     encoders: Encoders | None
     residency: Residency
     device: torch.device
     dtype: torch.dtype
     hand_over: Callable[[Tensor], None] = lambda _: None
+    graph_pool: GraphPool | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from vgen.config import FlowSamplerConfig
 from vgen.diffusion.flow_match import build_flow_schedule
 from vgen.diffusion.wan_guidance import Expert, GuidanceScales, StepPlan, plan_steps
+from vgen.graph.pool import GraphPool
 from vgen.metrics.timer import Timer, null_timer
 from vgen.models.wan.config import WanArchitecture
 from vgen.models.wan.geometry import Geometry
@@ -21,7 +22,7 @@ from vgen.residency import Residency
 from vgen.stages.checks import check_finite
 from vgen.stages.decode import DecodeVideo, Fallback, Sound, write_frames
 from vgen.stages.wan_condition import WanEncoders, WanInputs, encode_inputs
-from vgen.stages.wan_denoise import Predict, WanConditioning, denoise
+from vgen.stages.wan_denoise import MakeStep, WanConditioning, denoise
 from vgen.stages.wan_text import EncodePrompts
 
 
@@ -38,18 +39,19 @@ class WanDecoders:
 class WanComponents:
     """A model ready to run. ``encoders`` is None where no request brings an image; ``boundary`` where there is one
     transformer, ``decoders`` on a rank that only denoises. ``hand_over`` gives the final latents to ranks that only
-    decode."""
+    decode. ``graph_pool``: of what is captured; None where nothing is."""
 
     architecture: WanArchitecture
     encode_prompts: EncodePrompts
     experts: Mapping[Expert, WanTransformer]
     boundary: float | None
-    build_predict: Callable[[WanTransformer, WanConditioning], Predict]
+    make_step: MakeStep
     decoders: WanDecoders | None
     encoders: WanEncoders | None
     residency: Residency
     device: torch.device
     hand_over: Callable[[Tensor], None] = lambda _: None
+    graph_pool: GraphPool | None = None
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,6 @@ def generate(
     )
     noise = make_noise(geometry, components.architecture, seed=request.seed, device=components.device)
 
-    def make_predict(expert: Expert, conditioning: WanConditioning) -> Predict:
-        return components.build_predict(components.experts[expert], conditioning)
-
     with timer("denoise"), progress("denoise", len(plans)) as bar:
 
         def on_step(step: int, latents: Tensor) -> None:
@@ -97,7 +96,7 @@ def generate(
             if step == 0:
                 check_finite("the video latents", latents, "after step 1")
 
-        latents = denoise(make_predict, conditioning, noise, plans, components.residency, on_step)
+        latents = denoise(components.make_step, conditioning, noise, plans, components.residency, on_step)
 
     components.hand_over(latents)
     sink.save_latents(latents, None)

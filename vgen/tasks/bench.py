@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vgen import record
 from vgen.components.ranks import VaeShare, denoises, passes_over
 from vgen.graph.agreement import Agreement
-from vgen.graph.apply import capture_calls, graphs_of
+from vgen.graph.apply import capture_calls, graphs_of, release_calls
 from vgen.graph.backend import CudaBackend
 from vgen.graph.compile import compile_blocks
 from vgen.graph.pool import GraphPool
@@ -171,7 +171,6 @@ def rows_of_graphs(
     for mode in modes if config.bench.graphs else ():
         graph, name = dataclasses.replace(config.graph, mode=mode), f"vgen {mode}"
         compile_blocks(transformer, plan, graph)
-        direct = transformer._compiled_call_impl
         if graph.captures:
             capture_calls(transformer, graph, GraphPool(CudaBackend(device)), agreement=_agreement(context))
         if mode != "eager":
@@ -181,11 +180,9 @@ def rows_of_graphs(
         if device.type == "cuda" and runs:
             work = profile_steps(call, PROFILED_STEPS, device)
             facts["idle_share"][name], facts["launches"][name] = max(work.idle_shares), max(work.launches)
-        graphs = graphs_of(transformer)
-        if graphs is not None:
+        if graphs_of(transformer) is not None:
             replayed = _on_host(call())
-            graphs.clear()
-            transformer._compiled_call_impl = direct
+            release_calls(transformer)
             expected = _on_host(call())
             if replayed is not None and expected is not None:
                 facts["equal_bits"][name] = all(map(torch.equal, replayed, expected))
@@ -200,7 +197,7 @@ def _eager(rows: Bench, context: TaskContext) -> Measurement:
 
 def _agreement(context: TaskContext) -> Agreement | None:
     group = context.mesh.ulysses
-    return None if group is None else Agreement(group)
+    return None if group is None else Agreement(dist.get_process_group_ranks(group))
 
 
 def _break_even(eager: Measurement, other: Measurement) -> int | None:

@@ -5,12 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from vgen import planning, transforms
 from vgen.components.ranks import denoises, graph_report
 from vgen.families import family_of
-from vgen.graph.apply import graphs_of
+from vgen.graph.pool import GraphPool
 from vgen.memory import Decode
 from vgen.metrics.drift import DriftProbe, drift_record, gather_marks, skews_ms
 from vgen.metrics.timer import StageTimer, Timer, null_timer
@@ -52,11 +50,11 @@ class _Replica:
     def __init__(self, context: TaskContext, decode: Decode, requests: tuple[Request, ...], timer: StageTimer) -> None:
         job, pipeline = context.job, pipeline_of(context.job)
         self._mesh = context.mesh
-        self._transformers: tuple[nn.Module, ...] = ()
+        self._graph_pool: GraphPool | None = None
         self._run: Callable[[Request, Sink, Timer], None]
         if denoises(context.mesh):
             components = transforms.build_components(job, context.device, decode, requests, timer, context.mesh)
-            self._transformers = transforms.transformers_of(job, components)
+            self._graph_pool = components.graph_pool
             self._run = lambda request, sink, timer: pipeline.generate(
                 components, request, job.config.sampler, sink, timer
             )
@@ -70,12 +68,11 @@ class _Replica:
 
     def end_warm_up(self) -> None:
         """Calls that are not captured by now are what ``graph.strict`` and ``graph.on_miss`` are about."""
-        for graphs in map(graphs_of, self._transformers):
-            if graphs is not None:
-                graphs.seal()
+        for graphs in self._graph_pool.owners if self._graph_pool is not None else ():
+            graphs.seal()
 
     def graph_report(self) -> dict[str, Any]:
-        return graph_report(self._transformers)
+        return graph_report(self._graph_pool)
 
 
 class _StepMarks:

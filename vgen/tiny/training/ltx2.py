@@ -17,7 +17,7 @@ from vgen.models.ltx2.config import AUDIO_LATENTS_PER_SECOND, LTX2Config
 from vgen.models.ltx2.connectors import TextConnectors
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream
-from vgen.stages.denoise import denoise
+from vgen.stages.denoise import denoise, euler
 from vgen.stages.latents import Latents
 from vgen.tiny.training.captions import Tokens, with_dropout
 from vgen.tiny.training.data import FPS
@@ -120,6 +120,6 @@ def generate(
         return Latents(apply_guidance(video["cond"], video, guidance), apply_guidance(audio["cond"], audio, guidance))
 
     sigmas = build_sigmas(sampler.steps, schedule="official", video_tokens=geometry.video_tokens).to(device)
-    made = denoise(predict, Latents(video, audio), sigmas)
+    made = denoise(euler(predict), Latents(video, audio), sigmas)
     assert made.audio is not None
     return made.video, made.audio
