@@ -1,4 +1,4 @@
-"""Several ranks on this machine for a test: processes with gloo, their results, and the first traceback."""
+"""Several ranks on this machine for a test: processes, their results, and the first traceback."""
 
 import multiprocessing
 import os
@@ -16,10 +16,11 @@ LIBRARIES = ["torch", "torch.distributed", "transformers", "diffusers", "vgen.ta
 """What ranks import, which takes ten seconds of a core; none of it starts a thread."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(*args)`` on each of ``world_size`` ranks of one gloo group; what it returns, by rank.
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """``function(*args)`` on each of ``world_size`` ranks of one group; what it returns, by rank.
 
     ``function`` has to be one that a new process can import, results and arguments such that pickle can carry them.
+    With ``backend="nccl"`` a rank has a GPU, or shares one where there are fewer (see ``conftest.py``).
     Ranks are forked from a process that has imported the libraries: give one call many cases all the same.
 
     Raises:
@@ -29,7 +30,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         multiprocessing.set_forkserver_preload(LIBRARIES)
         try:
             mp.start_processes(
-                _main, args=(world_size, folder, function, args), nprocs=world_size, start_method="forkserver"
+                _main, args=(world_size, folder, backend, function, args), nprocs=world_size, start_method="forkserver"
             )
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             notes = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
@@ -37,10 +38,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 
 
-def _main(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(function(*args), Path(folder, f"{rank}.pt"))
         dist.barrier()

@@ -242,6 +242,8 @@ class BenchConfig:
     peers: tuple[Literal["diffusers"], ...]
     graphs: tuple[Literal["cuda", "compile", "compile_cuda"], ...]
     """``bench_step`` only: modes of ``graph`` that are timed beside eager calls, in this order."""
+    steps: bool
+    """``bench_step`` only: whether ``graphs`` are timed with whole steps: all passes, guidance and the solver."""
 
 
 @dataclass(frozen=True)

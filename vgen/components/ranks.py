@@ -134,11 +134,13 @@ def captured_step(
     """``run``, a step of ``transformer``, as one graph where ``graph.scope`` asks for it; else ``run`` itself."""
     if pool is None or job.config.graph.scope != "step":
         return run
-    size = job.plan.denoise_size
-    first = mesh.data_rank * job.plan.replica_size
-    # Passes are exchanged in a step, so all ranks that denoise have to capture it together.
-    agreement = Agreement(range(first, first + size)) if size > 1 else None
-    return capture_step(run, transformer, job.config.graph, pool, agreement=agreement)
+    return capture_step(run, transformer, job.config.graph, pool, agreement=agreement_of_steps(job, mesh))
+
+
+def agreement_of_steps(job: Job, mesh: Mesh) -> Agreement | None:
+    """Of all ranks of a replica that denoise: they exchange passes in a step, and have to capture it together."""
+    size, first = job.plan.denoise_size, mesh.data_rank * job.plan.replica_size
+    return Agreement(range(first, first + size)) if size > 1 else None
 
 
 def graph_pool(job: Job, device: torch.device) -> GraphPool | None:

@@ -5,6 +5,7 @@ own (``reduce-overhead``, ``max-autotune``), which would lie inside ours. Replay
 capture changes no bit of it; compilation itself does.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,13 +56,14 @@ def compile_report() -> Iterator[CompileReport]:
     report.graphs, report.seconds = _graphs() - graphs, _seconds() - seconds
 
 
-def _graphs() -> int:
-    from torch._dynamo.utils import counters
+# Where Dynamo's module, whose import takes seconds, is not there yet, nothing has been compiled.
 
-    return int(counters["stats"]["unique_graphs"])
+
+def _graphs() -> int:
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def _seconds() -> float:
-    from torch._dynamo.utils import compilation_time_metrics
-
-    return float(sum(compilation_time_metrics.get("_compile.compile_inner", ())))
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if utils is None else float(sum(utils.compilation_time_metrics.get("_compile.compile_inner", ())))

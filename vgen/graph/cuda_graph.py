@@ -18,6 +18,7 @@ from torch import nn
 
 from vgen.graph.agreement import Agreement
 from vgen.graph.backend import Captured
+from vgen.graph.compile import compile_report
 from vgen.graph.errors import GraphError
 from vgen.graph.inputs import InputBuffer, InputBuffers, fill
 from vgen.graph.key import GraphKey, digest, key_and_tensors
@@ -34,9 +35,9 @@ OnMiss = Literal["capture", "eager"]
 class GraphStats:
     """What a ``CudaGraphs`` did and holds. The first three count calls: each was a replay, a capture or eager.
 
-    ``stale``: captures dropped since weights had moved. ``capture_s``: seconds of all captures, their warm-up included.
-    ``graph_bytes``: by which each live graph enlarged the pool, the oldest first. ``pool_bytes``: all of the pool, of
-    others that share it too. ``input_bytes``: of the input buffers.
+    ``stale``: captures dropped since weights had moved. ``capture_s``: seconds of all captures, with their warm-up and
+    without what was compiled in it. ``graph_bytes``: by which each live graph enlarged the pool, the oldest first.
+    ``pool_bytes``: all of the pool, of others that share it too. ``input_bytes``: of the input buffers.
     """
 
     replays: int
@@ -202,7 +203,14 @@ class CudaGraphs:
         return decision
 
     def _capture(self, key: GraphKey, bound: inspect.BoundArguments, tensors: list[torch.Tensor]) -> _Graph:
-        started = time.perf_counter()
+        with compile_report() as compiled:
+            started = time.perf_counter()
+            graph = self._record(key, bound, tensors)
+            elapsed_s = time.perf_counter() - started
+        self._capture_s += elapsed_s - compiled.seconds
+        return graph
+
+    def _record(self, key: GraphKey, bound: inspect.BoundArguments, tensors: list[torch.Tensor]) -> _Graph:
         # First, so that the pool's memory is free for the new one.
         while len(self._graphs) >= self._max_graphs:
             self._counts["evictions"] += 1
@@ -228,7 +236,6 @@ class CudaGraphs:
             del graph, captured
             self._drop(key)
             raise GraphError("the captured call writes to its inputs, which a replay would not see; let it copy them")
-        self._capture_s += time.perf_counter() - started
         return graph
 
     def _drop(self, key: GraphKey) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vgen import record
-from vgen.components.ranks import VaeShare, denoises, passes_over
+from vgen.components.ranks import VaeShare, agreement_of_steps, denoises, passes_over
+from vgen.config import GraphConfig
 from vgen.graph.agreement import Agreement
-from vgen.graph.apply import capture_calls, graphs_of, release_calls
+from vgen.graph.apply import capture_calls, capture_step, graphs_of, release_calls
 from vgen.graph.backend import CudaBackend
 from vgen.graph.compile import compile_blocks
+from vgen.graph.cuda_graph import CudaGraphs
 from vgen.graph.pool import GraphPool
 from vgen.memory import Decode
 from vgen.metrics.drift import profile_steps
@@ -155,10 +158,41 @@ def rows_of_plan(
         rows.row(f"vgen, 2 passes, CFG 2{over}", both if denoises(mesh) else _nothing, together=True)
 
 
+@dataclass(frozen=True)
+class WholeStep:
+    """``run``: a step as a function of its arguments alone; ``call``: what calls it, or graphs in its place, once."""
+
+    run: Callable[..., Any]
+    call: Callable[[Callable[..., Any]], Callable[[], Output]]
+
+
+def rows_of_steps(
+    rows: Bench,
+    context: TaskContext,
+    transformer: nn.Module,
+    plan: Plan,
+    run: Callable[..., Any],
+    call: Callable[[Callable[..., Any]], Callable[[], Output]],
+) -> dict[str, Any]:
+    """Whole steps, eager ones and those of ``bench.graphs``, over the ranks; as ``rows_of_graphs``.
+
+    ``run``: a step of ``transformer`` as a function of its arguments alone. ``call``: what calls it, or its graphs.
+    """
+    apply_ulysses(transformer, plan, context.mesh.ulysses)
+    return rows_of_graphs(rows, context, transformer, plan, call(run), WholeStep(run, call))
+
+
 def rows_of_graphs(
-    rows: Bench, context: TaskContext, transformer: nn.Module, plan: Plan, forward: Callable[[], Output]
+    rows: Bench,
+    context: TaskContext,
+    transformer: nn.Module,
+    plan: Plan,
+    forward: Callable[[], Output],
+    step: WholeStep | None = None,
 ) -> dict[str, Any]:
     """A row for each mode of ``bench.graphs``; ``forward`` runs ``transformer``, which afterwards stays compiled.
+
+    With ``step`` the rows are of whole steps, eager ones first, and a graph holds what ``graph.scope`` says.
 
     Returns, for the table, by row: ``break_even_steps``, after how many passes its first call has paid (None: never);
     ``equal_bits``, whether a replay has the bits of the same code run without capture; on a GPU the largest
@@ -168,31 +202,53 @@ def rows_of_graphs(
     call = forward if runs else _nothing
     facts: dict[str, Any] = {"break_even_steps": {}, "equal_bits": {}, "idle_share": {}, "launches": {}}
     modes: list[Literal["eager", "compile", "cuda", "compile_cuda"]] = ["eager", *config.bench.graphs]
-    for mode in modes if config.bench.graphs else ():
-        graph, name = dataclasses.replace(config.graph, mode=mode), f"vgen {mode}"
+    for mode in modes if config.bench.graphs or step is not None else ():
+        graph, name = (
+            dataclasses.replace(config.graph, mode=mode),
+            f"vgen {mode}" if step is None else f"vgen step, {mode}",
+        )
         compile_blocks(transformer, plan, graph)
-        if graph.captures:
-            capture_calls(transformer, graph, GraphPool(CudaBackend(device)), agreement=_agreement(context))
-        if mode != "eager":
-            rows.row(name, call, together=True)
-            if context.is_first:
+        graphs = _capture(context, transformer, graph, step)
+        timed = call
+        if step is not None and graphs is not None and graph.scope == "step":
+            timed = step.call(graphs)
+        if mode != "eager" or step is not None:
+            rows.row(name, timed, together=True)
+            if context.is_first and mode != "eager":
                 facts["break_even_steps"][name] = _break_even(_eager(rows, context), rows.rows[-1])
         if device.type == "cuda" and runs:
-            work = profile_steps(call, PROFILED_STEPS, device)
+            work = profile_steps(timed, PROFILED_STEPS, device)
             facts["idle_share"][name], facts["launches"][name] = max(work.idle_shares), max(work.launches)
-        if graphs_of(transformer) is not None:
-            replayed = _on_host(call())
+        if graphs is not None:
+            replayed = _on_host(timed())
             release_calls(transformer)
+            graphs.clear()
             expected = _on_host(call())
             if replayed is not None and expected is not None:
                 facts["equal_bits"][name] = all(map(torch.equal, replayed, expected))
-    return facts if config.bench.graphs else {}
+    return facts if config.bench.graphs or step is not None else {}
+
+
+def _capture(
+    context: TaskContext, transformer: nn.Module, graph: GraphConfig, step: WholeStep | None
+) -> CudaGraphs | None:
+    """The calls of ``transformer``, in place, or steps, as ``graph.scope`` says; None where the mode captures nothing.
+
+    Steps exchange passes, so all ranks that denoise capture them together.
+    """
+    if not graph.captures or not denoises(context.mesh):
+        return None
+    pool = GraphPool(CudaBackend(context.device))
+    if step is None or graph.scope == "transformer":
+        capture_calls(transformer, graph, pool, agreement=_agreement(context))
+        return graphs_of(transformer)
+    return capture_step(step.run, transformer, graph, pool, agreement=agreement_of_steps(context.job, context.mesh))
 
 
 def _eager(rows: Bench, context: TaskContext) -> Measurement:
-    """One pass without graphs, over the ranks that a captured one is over."""
+    """One pass, or step, without graphs, over the ranks that a captured one is over."""
     spread = [row for row in rows.rows if row.name.startswith("vgen, Ulysses")]
-    return spread[0] if context.job.plan.ulysses_size > 1 else rows.rows[0]
+    return spread[0] if spread and context.job.plan.ulysses_size > 1 else rows.rows[0]
 
 
 def _agreement(context: TaskContext) -> Agreement | None:

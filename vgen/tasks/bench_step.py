@@ -1,22 +1,28 @@
-"""``task=bench_step``: one transformer forward of one request's size, over ranks too, and bench.peers."""
+"""``task=bench_step``: one transformer forward, or a whole step, of one request's size; over ranks, bench.peers."""
 
 import dataclasses
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from vgen import planning, transforms
 from vgen.components import ltx2
+from vgen.components.ranks import passes_over
+from vgen.config import SamplerConfig
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.ltx2.geometry import Geometry
 from vgen.models.ltx2.plan import PLAN
 from vgen.models.ltx2.transformer import LTX2Transformer, Stream, TextKeysValues
+from vgen.pipelines.ltx2 import make_guidance, plan_request_passes, request_sigmas
+from vgen.stages.denoise import Conditioning, RunStep, build_step, run_step
 from vgen.stages.latents import Latents, latent_geometry, make_noise
 from vgen.stages.text import Context
 from vgen.tasks import bench_wan, peers
-from vgen.tasks.bench import Bench, rows_of_graphs, rows_of_plan
+from vgen.tasks.bench import Bench, rows_of_graphs, rows_of_plan, rows_of_steps
 from vgen.tasks.types import RankResult, TaskContext
 
 SIGMA = 0.5
@@ -47,6 +53,9 @@ def _run_ltx2(context: TaskContext) -> RankResult:
         def ours() -> tuple[Tensor, Tensor]:
             return _forward(transformer, geometry, latents, *prepared)
 
+        if bench.steps:
+            rows.write(**_rows_of_steps(rows, context, transformer, latents, text))
+            return result
         rows.row("vgen eager", ours)
         if transformer.config.caption_projection:
             name = "vgen, text each step"
@@ -58,6 +67,36 @@ def _run_ltx2(context: TaskContext) -> RankResult:
         facts = rows_of_graphs(rows, context, transformer, PLAN, ours)
     rows.write(**facts)
     return result
+
+
+def _rows_of_steps(
+    rows: Bench, context: TaskContext, transformer: LTX2Transformer, latents: Latents, text: Context
+) -> dict[str, Any]:
+    """Of the first step of the request: all its passes over random text, guidance, and the solver."""
+    job, request = context.job, context.job.requests[0]
+    geometry, sampler = dataclasses.replace(latent_geometry(request), keyframes=()), job.config.sampler
+    assert isinstance(sampler, SamplerConfig)
+    conditioning = Conditioning(
+        geometry,
+        plan_request_passes(request, sampler),
+        {"positive": text, "negative": Context(text.video.flip(1), text.audio.flip(1))},
+        make_guidance(sampler.video),
+        make_guidance(sampler.audio),
+    )
+    sigmas = request_sigmas(request, sampler, geometry).to(context.device)
+
+    def call(run: RunStep) -> Callable[[], tuple[Tensor, ...]]:
+        step = build_step(run, transformer, conditioning)
+
+        def once() -> tuple[Tensor, ...]:
+            after = step(latents, sigmas[0], sigmas[1], 0)
+            return (after.video,) if after.audio is None else (after.video, after.audio)
+
+        return once
+
+    return rows_of_steps(
+        rows, context, transformer, PLAN, partial(run_step, transformer, passes_over(context.mesh)), call
+    )
 
 
 def _random_text(job: Job, device: torch.device, dtype: torch.dtype) -> Context:

@@ -9,18 +9,20 @@ from torch import Tensor
 
 from vgen import planning, transforms
 from vgen.components import wan
-from vgen.components.ranks import VaeShare
-from vgen.families.wan import tile_settings
+from vgen.components.ranks import VaeShare, passes_over
+from vgen.families.wan import flow_sampler, tile_settings
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer
 from vgen.models.wan import plan
 from vgen.models.wan.conditioning import hold_first_frames
 from vgen.models.wan.patches import patchify, unpatchify
-from vgen.models.wan.transformer import Stream
+from vgen.models.wan.transformer import Stream, WanTransformer
 from vgen.models.wan.vae import denormalize_latents
-from vgen.pipelines.wan import latent_geometry, make_noise
+from vgen.pipelines.wan import is_guided, latent_geometry, make_noise, plan_request
+from vgen.stages.wan_condition import WanInputs
+from vgen.stages.wan_denoise import RunStep, WanConditioning, build_step, run_step, step_numbers
 from vgen.tasks import peers
-from vgen.tasks.bench import Bench, rows_of_graphs, rows_of_plan, shares, timed_and_joined
+from vgen.tasks.bench import Bench, rows_of_graphs, rows_of_plan, rows_of_steps, shares, timed_and_joined
 from vgen.tasks.types import RankResult, TaskContext
 
 TIMESTEP = 500.0
@@ -58,6 +60,9 @@ def step(context: TaskContext) -> RankResult:
             tokens = patchify(latents, geometry)
             return unpatchify(transformer(Stream(tokens, timestep, prepared, rows=lookup), rope), geometry)
 
+        if bench.steps:
+            rows.write(**_rows_of_steps(rows, context, transformer, text, image))
+            return result
         rows.row("vgen eager", ours)
         if job.architecture.kind == "ti2v":
             held = hold_first_frames(latents[:, :, :1], geometry.latent_frames)
@@ -81,6 +86,31 @@ def step(context: TaskContext) -> RankResult:
         facts = rows_of_graphs(rows, context, transformer, plan.PLAN, ours)
     rows.write(**facts)
     return result
+
+
+def _rows_of_steps(
+    rows: Bench, context: TaskContext, transformer: WanTransformer, text: Tensor, image: Tensor | None
+) -> dict[str, Any]:
+    """Of the first step of the request: all its passes over random text, guidance, and the solver."""
+    job = context.job
+    geometry, config = latent_geometry(job.requests[0], job.architecture), job.architecture.transformer
+    plans = plan_request(flow_sampler(job.config), job.config.model.boundary)[:1]
+    channels = None
+    if config.in_channels > config.out_channels:
+        sizes = (geometry.latent_frames, geometry.latent_height, geometry.latent_width)
+        channels = torch.zeros(1, config.in_channels - config.out_channels, *sizes, device=context.device)
+    conditioning = WanConditioning(
+        geometry, text, text.flip(1) if is_guided(plans) else None, WanInputs(channels=channels, tokens=image)
+    )
+    noise = make_noise(geometry, job.architecture, seed=job.requests[0].seed, device=context.device)
+    (numbers,) = step_numbers(plans, context.device)
+
+    def call(run: RunStep) -> Callable[[], Tensor]:
+        step = build_step(run, transformer, conditioning)
+        return lambda: step(noise, (), plans[0], numbers)[0]
+
+    run = partial(run_step, transformer, passes_over(context.mesh))
+    return rows_of_steps(rows, context, transformer, plan.PLAN, run, call)
 
 
 def decode(context: TaskContext) -> RankResult:

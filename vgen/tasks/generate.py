@@ -8,6 +8,7 @@ from typing import Any
 from vgen import planning, transforms
 from vgen.components.ranks import denoises, graph_report
 from vgen.families import family_of
+from vgen.graph.compile import compile_report
 from vgen.graph.pool import GraphPool
 from vgen.memory import Decode
 from vgen.metrics.drift import DriftProbe, drift_record, gather_marks, skews_ms
@@ -30,14 +31,16 @@ def run(context: TaskContext) -> RankResult:
     family = family_of(job.config)
     passes = dict.fromkeys(name for request in job.requests for name in family.pass_names(request, job.config))
     result.active = {**plan.active(), "passes": list(passes)}
-    for request in mine[:1] * job.config.bench.warmup:
-        with timer("warmup"):
-            replica.request(request, NullSink(), null_timer)
-    if job.config.bench.warmup:
-        replica.end_warm_up()
-    result.add_once(timer)
-    for request in mine:
-        _repeat_request(context, replica, request, result)
+    with compile_report() as compiled:
+        for request in mine[:1] * job.config.bench.warmup:
+            with timer("warmup"):
+                replica.request(request, NullSink(), null_timer)
+        if job.config.bench.warmup:
+            replica.end_warm_up()
+        result.add_once(timer)
+        for request in mine:
+            _repeat_request(context, replica, request, result)
+    result.add_compilation(compiled)
     result.add_graphs(replica.graph_report())
     if job.config.measure.drift:
         result.drift = _measure_drift(context, replica, mine[0])

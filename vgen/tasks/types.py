@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vgen.components.ranks import ALONE, is_first
+from vgen.graph.compile import CompileReport
 from vgen.job import Job
 from vgen.metrics.timer import StageTimer, reduce_max
 from vgen.parallel.mesh import Mesh
@@ -74,6 +75,11 @@ class RankResult:
         self.active.update({name: report[name] for name in ("cuda_graphs", "graph_gib")})
         if report["cuda_graphs"]:
             self.job_timings["capture"] = report["capture_s"]
+
+    def add_compilation(self, report: CompileReport) -> None:
+        """Its seconds, in whichever stage they were."""
+        if report.graphs:
+            self.job_timings["compile"] = report.seconds
 
     def add_fallbacks(self, names: Sequence[str]) -> None:
         """Decodes that ran out of memory and were made in another way."""
