@@ -2,9 +2,10 @@
 
     python -m benchmarks.one_rank --ranks 2,4,8 --out DIR model=ltx2 model.weights=random task=bench_decode
 
-Runs a benchmark task as the first rank of each number of ranks, in a process group whose exchanges return at once and
-move nothing (torch's fake backend): packing, copies and the rank's own share of the work are there, messages and
-waiting are not. Results are garbage and are not compared. The first rank has the longest band and the frames of all, so
+Runs a benchmark task as the first rank of each number of ranks, in a process group with nobody else (torch's fake
+backend) whose exchanges return at once what the rank itself sent: packing, copies and the rank's own share of the work
+are there, messages and waiting are not. The values are of the usual size, since a GPU multiplies zeros faster, but
+garbage, and are not compared. The first rank has the longest band and the frames of all, so
 the ratio to one rank bounds what that many ranks can reach: ``DIR/one_rank.md``, from ``DIR/<ranks>/bench.json``.
 
 ``bench_decode`` and ``bench_encode`` spread the VAE, ``bench_step`` the tokens.
@@ -22,11 +23,13 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vgen import app, config
 from vgen.job import Job, plan_job
 from vgen.loading import exact_fp32
+from vgen.parallel import collectives
 from vgen.parallel.mesh import Mesh
 from vgen.requests import build_requests
 from vgen.tasks import bench_decode, bench_encode, bench_step
@@ -87,10 +90,14 @@ class FakeRanks:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._real: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> "FakeRanks":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        for module, name, echo in ECHOES:
+            self._real.append((module, name, getattr(module, name)))
+            setattr(module, name, echo)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self._ranks)
         return self
 
@@ -102,6 +109,39 @@ class FakeRanks:
 
     def __exit__(self, *_: object) -> None:
         dist.destroy_process_group()
+        while self._real:
+            setattr(*self._real.pop())
+
+
+def _echo_all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> None:  # noqa: ARG001
+    received.copy_(sent)
+
+
+def _echo_into_one(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:  # noqa: ARG001
+    gathered.unflatten(0, (-1, own.shape[0])).copy_(own)
+
+
+def _echo_all_gather(gathered: Sequence[Tensor], own: Tensor, group: ProcessGroup) -> None:  # noqa: ARG001
+    for one in gathered:
+        one.copy_(own)
+
+
+def _echo_lines(ops: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Of messages to and from neighbours; what has another shape than all that is sent stays as it is."""
+    sent = {op.tensor.shape: op.tensor for op in ops if op.op is dist.isend}
+    for op in ops:
+        if op.op is dist.irecv and op.tensor.shape in sent:
+            op.tensor.copy_(sent[op.tensor.shape])
+    return []
+
+
+ECHOES: tuple[tuple[Any, str, Any], ...] = (
+    (dist, "all_to_all_single", _echo_all_to_all),
+    (collectives, "_all_gather", _echo_into_one),
+    (dist, "all_gather", _echo_all_gather),
+    (dist, "batch_isend_irecv", _echo_lines),
+)
+"""Every exchange of ``vgen.parallel`` that brings something, but for sums, which leave a rank its own."""
 
 
 def make_table(out: Path, counts: Sequence[int]) -> str:

@@ -30,7 +30,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend
         multiprocessing.set_forkserver_preload(LIBRARIES)
         try:
             mp.start_processes(
-                _main, args=(world_size, folder, backend, function, args), nprocs=world_size, start_method="forkserver"
+                _main,
+                args=(world_size, folder, backend, function, args),
+                nprocs=world_size,
+                # Nothing that CUDA has touched can be forked.
+                start_method="forkserver" if backend == "gloo" else "spawn",
             )
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             notes = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)

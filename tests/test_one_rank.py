@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks import one_rank
+from vgen.parallel import collectives
+from vgen.parallel.halo import exchange_lines
+from vgen.parallel.halo_wan import gather_tokens
 from vgen.typed import ConfigurationError
 
 TINY = ("model=wan_tiny", "model.weights=random", "device=cpu", "request.num_frames=5", "bench.repeats=1")
@@ -38,6 +42,25 @@ def test_a_share_of_a_decode_takes_less_than_all_of_it(tmp_path: Path) -> None:
     whole, *_, share = json.loads((tmp_path / "8" / "bench.json").read_text())["rows"]
     assert share["name"] == "vgen halo by height, 8 ranks"
     assert 0 < share["median_ms"] < whole["median_ms"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_gets_back_what_it_sent() -> None:
+    """Values of the usual size: a GPU multiplies zeros faster."""
+    before = dist.all_gather, dist.batch_isend_irecv, collectives._all_gather, dist.all_to_all_single
+    sent = torch.randn(2, 4, 3, 5)
+    with one_rank.FakeRanks(2):
+        group = dist.group.WORLD
+        assert group is not None
+        (heads,) = collectives.heads_for_tokens([sent], group)
+        assert heads.shape == (2, 2, 6, 5)
+        assert torch.equal(collectives.tokens_for_heads(heads, group), sent)
+        assert torch.equal(collectives.gather(sent, 1, group), torch.cat([sent, sent], dim=1))
+        _, from_next = exchange_lines(sent[:, :, :1], sent[:, :, -1:], group)
+        assert from_next is not None and torch.equal(from_next, sent[:, :, -1:])
+        gathered = gather_tokens(sent, (3, 3), group)
+        assert torch.equal(gathered, torch.cat([sent, sent], dim=-2))
+    assert before == (dist.all_gather, dist.batch_isend_irecv, collectives._all_gather, dist.all_to_all_single)
 
 
 def test_refuses_what_has_no_parts(tmp_path: Path) -> None:

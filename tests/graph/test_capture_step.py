@@ -1,9 +1,13 @@
 """A whole step as one graph, guidance and solver included, gives the latents of the same step called directly."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,6 +216,46 @@ def test_a_step_of_ltx2(name: str) -> None:
 @pytest.mark.parametrize("name", WAN_CASES)
 def test_a_step_of_wan(name: str) -> None:
     check_wan(WAN_CASES[name], torch.device("cpu"), TapeBackend())
+
+
+SPELL = """
+import torch
+from tests.graph import test_capture_step as steps
+from vgen.graph.key import digest, graph_key
+from functools import partial
+from pathlib import Path
+
+def noted(*arguments):
+    print(digest(graph_key(arguments, {})).hex())
+    raise StopIteration
+
+cpu = torch.device("cpu")
+for name, case in steps.LTX2_CASES.items():
+    model = steps.build(lambda: steps.LTX2Transformer(steps.LTX2_STEP))
+    try:
+        steps.ltx2_latents(partial(steps.ltx2_denoise.build_step, noted, model), steps.ltx2_request(case, 1, cpu))
+    except StopIteration:
+        pass
+model = steps.build(lambda: steps.WanTransformer(steps.WAN_STEP))
+try:
+    make = lambda _, told: steps.wan_denoise.build_step(noted, model, told)
+    steps.wan_latents({"transformer": model}, make, steps.wan_request(steps.WAN_CASES["guided"], 1, cpu))
+except StopIteration:
+    pass
+"""
+
+
+def test_a_step_has_the_same_key_in_every_process() -> None:
+    """Ranks compare keys: nothing in them may hang on the seed by which a process hashes strings."""
+    told = []
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            [sys.executable, "-c", SPELL], env=environment, capture_output=True, text=True, check=True
+        )
+        told.append(done.stdout.split())
+    assert len(set(told[0])) == len(LTX2_CASES) + 1
+    assert told[0] == told[1] == told[2]
 
 
 @pytest.fixture

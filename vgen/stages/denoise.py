@@ -207,18 +207,18 @@ def _held(x0: Latents, constants: StepConstants, latents: Latents) -> Latents:
 def _prepare_contexts(
     transformer: LTX2Transformer, conditioning: Conditioning
 ) -> Mapping[tuple[str, Text], Tensor | TextKeysValues]:
-    """What the passes read, each text once."""
+    """What the passes read, each text once, in one order in every process: it is in the key of a captured step."""
     contexts, passes = conditioning.contexts, conditioning.passes
     with torch.no_grad():
         video = {
             ("video", text): transformer.prepare_text(contexts[text].video, "video")
-            for text in {one.video_text for one in passes}
+            for text in dict.fromkeys(one.video_text for one in passes)
         }
         if not conditioning.geometry.audio_tokens:
             return video
         audio = {
             ("audio", text): transformer.prepare_text(contexts[text].audio, "audio")
-            for text in {one.audio_text for one in passes}
+            for text in dict.fromkeys(one.audio_text for one in passes)
         }
     return {**video, **audio}
 
