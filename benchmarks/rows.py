@@ -85,7 +85,7 @@ def _wan_run(steps: int, vae_size: int, estimate_s: float) -> Row:
 
 def _ltx2_steps(graph: str, baseline: str | None) -> Row:
     tiny = (*_TINY_LTX2, *_EIGHT_HEADS, "sampler.steps=2")
-    return Row(f"ltx2_steps_{graph}", "steps", "graph_drift_ltx2", 8, 100, (f"graph={graph}",), tiny, baseline, True)
+    return Row(f"ltx2_steps_{graph}", "steps", "graph_drift_ltx2", 8, 130, (f"graph={graph}",), tiny, baseline, True)
 
 
 ROWS: tuple[Row, ...] = (
