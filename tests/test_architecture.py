@@ -13,7 +13,7 @@ TORCH_FREE = (
     "run", "app", "arguments", "typed", "config", "validate", "requests", "job", "record", "checkpoint_files",
     "checkpoint_kinds", "checkpoint_headers", "checkpoint_paths", "wan_files", "media_probe", "families.ltx2",
     "families.wan", "memory", "ltx2_memory", "wan_memory", "parallel.plans", "parallel.balance",
-    "parallel.cost", "preflight",
+    "parallel.cost", "preflight", "rescue",
 )  # fmt: skip
 
 # Who may not import what: prefixes of module names.

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launchers.devices import count_gpus
 from launchers.environment import node_layout
 from launchers.supervisor import JobFailed, JobInterrupted, run_ranks
-from vgen import arguments, preflight, record, typed
+from vgen import arguments, preflight, record, rescue, typed
 from vgen.config import Config, from_mapping, to_mapping
 from vgen.families import family_of
 from vgen.job import Job, plan_job
@@ -115,7 +115,10 @@ def run_job(composed: DictConfig) -> float | None:
             say(f"{job.path} is written; start it with launchers/torchrun.sh")
             return None
         record.start_record(out_dir / "record.json", config=to_mapping(config))
-        _run(job)
+        try:
+            _run(job)
+        except JobFailed as error:
+            _rescue(job, error, started)
         return _report(out_dir)
     except JobInterrupted as error:
         _fail(out_dir, data, config, started, kind="Interrupted", message=str(error))
@@ -205,6 +208,49 @@ def _run(job: Job) -> None:
         echo=job.config.debug,
         on_line=None if job.config.debug else _pass_on,
     )
+
+
+def _rescue(job: Job, failed: JobFailed, started: float) -> None:
+    """Finish a run that has its latents and had no memory to decode them; its record says how.
+
+    Raises:
+        JobFailed: that is not what went wrong, or nothing helped.
+    """
+    tried: list[str] = []
+    failure = failed.failure
+    if node_layout(os.environ).num_nodes > 1:  # each machine's parent sees its own ranks only
+        raise failed
+    for attempt in rescue.attempts(job, failure.kind, failure.stage):
+        say(f"  the decode ran out of memory; its latents are kept, again with: {attempt.name}")
+        log.warning("the decode ran out of memory; again with: %s\n%s", attempt.name, failure.traceback or "")
+        tried.append(attempt.name)
+        attempt.job.write()
+        try:
+            _run(attempt.job)
+        except JobFailed as error:
+            failure = error.failure
+            if failure.kind != "OutOfMemoryError":
+                raise
+            continue
+        finally:
+            job.write()
+        _join_record(job, tried, time.monotonic() - started)
+        return
+    if tried:
+        say(f"  the latents are kept; finish with task=decode task.latents={job.out_dir} where there is more memory")
+    raise JobFailed(failure)
+
+
+def _join_record(job: Job, tried: Sequence[str], total_s: float) -> None:
+    """What ``task=decode`` left, as the record of the run that it finished: times and memory are of the decode."""
+    path = job.out_dir / "record.json"
+    done = record.read_record(path)
+    whole = record.build_record(config=to_mapping(job.config))
+    sizes = {**dataclasses.asdict(job.plan), "vae_size": done["active"]["vae_size"], "world_size": job.num_ranks}
+    active = {**done["active"], **sizes, "decode_fallbacks": [*tried, *(done["active"]["decode_fallbacks"] or ())]}
+    own = {name: whole[name] for name in ("config", "cell", "task") if name in whole}
+    timings = {**done["timings_s"], "total": total_s}
+    record.write_json_atomic(path, {**done, **own, "active": active, "timings_s": timings})
 
 
 def _pass_on(rank: int, line: str) -> None:  # noqa: ARG001
