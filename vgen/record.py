@@ -137,7 +137,8 @@ def build_record(
 ) -> dict[str, Any]:
     """A record with every key of the schema; what is not given is null.
 
-    `drift` is `{"skew_ms": {"steps": [...], "median": ..., "max": ...}}`, between the first and the last rank.
+    `drift` is `{"skew_ms": {"steps": [...], "median": ..., "max": ...}}`, between the first and the last rank, and on
+    GPUs `idle_share` and `launches` alike, of the first rank.
     `memory_gib` is `{"per_rank": [peak of each rank], "per_stage": {stage: peak over ranks}}`. Raises ValueError for
     a key that the schema does not know and for a status other than `ok`, `failed`, `skipped`.
     """

@@ -27,7 +27,7 @@ Interval = tuple[float, float]
 """Start and end, in one unit and of one clock."""
 
 STEP = "vgen.step"
-"""Name of the range that ``profile_steps`` puts around a step."""
+"""Name of the range that a profiler of steps puts around each."""
 
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch", "cudaMemcpy", "cudaMemset")
 """Beginnings of the names of calls by which a host gives a device work: kernels, whole graphs, copies and fills."""
@@ -132,6 +132,52 @@ def skews_ms(ranks: Sequence[Marks]) -> tuple[float, ...]:
     return tuple(max(arrivals) - min(arrivals) for arrivals in zip(*scaled, strict=True))
 
 
+class StepProfiler:
+    """Profiles steps one after another: ``begin`` where each begins, ``stop`` where the last one ends.
+
+    From the first ``begin`` on the device is waited for twice, there and in ``stop``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._range: Any = None
+
+    def begin(self) -> None:
+        if self._range is None:
+            self._wait()
+            self._profiler.start()
+        else:
+            self._range.__exit__(None, None, None)
+        self._range = torch.profiler.record_function(STEP)
+        self._range.__enter__()
+
+    def stop(self) -> Activity:
+        """What host and device did in the steps.
+
+        Raises:
+            ValueError: no step was begun.
+        """
+        if self._range is None:
+            raise ValueError("a profiler of steps was stopped before a step was begun")
+        self._range.__exit__(None, None, None)
+        self._range = None
+        self._wait()
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            self._profiler.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text())
+        return activity(trace["traceEvents"])
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
 def profile_steps(step: Callable[[], Any], num_steps: int, device: torch.device) -> Activity:
     """Run ``step`` ``num_steps`` times under the profiler, warmed up before, and say what host and device did.
 
@@ -140,18 +186,11 @@ def profile_steps(step: Callable[[], Any], num_steps: int, device: torch.device)
     """
     if device.type != "cuda":
         raise ValueError(f"idle time and launches are those of a CUDA device and this one is {device.type}")
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        for _ in range(num_steps):
-            with torch.profiler.record_function(STEP):
-                step()
-        torch.cuda.synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
-    return activity(trace["traceEvents"])
+    profiler = StepProfiler(device)
+    for _ in range(num_steps):
+        profiler.begin()
+        step()
+    return profiler.stop()
 
 
 def activity(events: Iterable[Mapping[str, Any]]) -> Activity:

@@ -1,9 +1,11 @@
 """``task=generate``: this replica's share of the prompts, each to its own files, which its first rank writes."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
+
+import torch
 
 from vgen import planning, transforms
 from vgen.components.ranks import denoises, graph_report
@@ -11,13 +13,15 @@ from vgen.families import family_of
 from vgen.graph.compile import compile_report
 from vgen.graph.pool import GraphPool
 from vgen.memory import Decode
-from vgen.metrics.drift import DriftProbe, drift_record, gather_marks, skews_ms
+from vgen.metrics.drift import DriftProbe, StepProfiler, drift_record, gather_marks, skews_ms
 from vgen.metrics.timer import StageTimer, Timer, null_timer
 from vgen.pipelines import pipeline_of
 from vgen.pipelines.types import Sink
 from vgen.requests import Request
 from vgen.tasks.samples import NullSink, SampleWriter
 from vgen.tasks.types import RankResult, TaskContext
+
+PROFILED_STEPS = 3
 
 
 def run(context: TaskContext) -> RankResult:
@@ -43,7 +47,8 @@ def run(context: TaskContext) -> RankResult:
     result.add_compilation(compiled)
     result.add_graphs(replica.graph_report())
     if job.config.measure.drift:
-        result.drift = _measure_drift(context, replica, mine[0])
+        steps = len(result.request_timings[0]["denoise_steps"])
+        result.drift = _measure_drift(context, replica, mine[0], steps)
     return result
 
 
@@ -91,14 +96,47 @@ class _StepMarks:
         self._probe.arrive()
 
 
-def _measure_drift(context: TaskContext, replica: _Replica, request: Request) -> dict[str, Any]:
-    """``request`` once more, to nowhere; what the ranks of this replica noted."""
+class _EnoughStepsError(Exception):
+    """All steps that were to be profiled are done."""
+
+
+class _ProfiledSteps:
+    """A timer that profiles steps after the first one and ends the request behind the last of them."""
+
+    def __init__(self, profiler: StepProfiler, num_steps: int) -> None:
+        self._profiler = profiler
+        self._left = num_steps
+
+    def __call__(self, stage: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def step(self) -> None:
+        if not self._left:
+            raise _EnoughStepsError
+        self._left -= 1
+        self._profiler.begin()
+
+
+def _measure_drift(context: TaskContext, replica: _Replica, request: Request, num_steps: int) -> dict[str, Any]:
+    """``request``, which has ``num_steps``, once more, to nowhere: what the ranks of this replica noted; and on a GPU a
+    few steps of it under the profiler, by themselves since it slows the host: what this rank did."""
     group = context.mesh.replica
     probe = DriftProbe(context.device, group)
     context.mesh.wait_for_replica()
     probe.start()
     replica.request(request, NullSink(), _StepMarks(probe))
-    return drift_record(skews_ms(gather_marks(probe.stop(), group)), None)
+    skews = skews_ms(gather_marks(probe.stop(), group))
+    profiled = min(PROFILED_STEPS, num_steps - 1)
+    if profiled < 1 or not _can_profile(context.device):
+        return drift_record(skews, None)
+    profiler = StepProfiler(context.device)
+    with suppress(_EnoughStepsError):
+        replica.request(request, NullSink(), _ProfiledSteps(profiler, profiled))
+    return drift_record(skews, profiler.stop())
+
+
+def _can_profile(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _repeat_request(context: TaskContext, replica: _Replica, request: Request, result: RankResult) -> None:
