@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.graph.tape import TapeBackend
+from tests.parallel import test_nccl_gpu
 from tests.parallel.test_ulysses import CASES, build, run
 from tests.ranks import run_ranks
 from vgen.config import GraphConfig
@@ -125,3 +126,16 @@ def test_a_rank_that_misses_alone_fails_in_time(by_rank: list[dict[str, Any]]) -
     assert hit == ""
     assert missed.startswith("a call of the captured transformer is new to rank 1 (call 2, to capture) and not all of")
     assert TIMEOUT_S <= seconds < TIMEOUT_S + 8
+
+
+def captured_guidance() -> dict[str, bool]:
+    test_nccl_gpu.CUDA = torch.device("cpu")
+    test_nccl_gpu.CudaBackend = lambda _: TapeBackend()  # type: ignore[assignment,misc]
+    return test_nccl_gpu.captured_guidance()
+
+
+def test_captured_steps_exchange_their_passes() -> None:
+    """Guidance over both ranks within the graph of a step gives the bits of one rank without graphs."""
+    first, second = run_ranks(2, captured_guidance)
+    assert first == second == dict.fromkeys(first, True)
+    assert len(first) == 5
