@@ -5,8 +5,10 @@
 Runs a benchmark task as the first rank of each number of ranks, in a process group with nobody else (torch's fake
 backend) whose exchanges return at once what the rank itself sent: packing, copies and the rank's own share of the work
 are there, messages and waiting are not. The values are of the usual size, since a GPU multiplies zeros faster, but
-garbage, and are not compared. The first rank has the longest band and the frames of all, so
-the ratio to one rank bounds what that many ranks can reach: ``DIR/one_rank.md``, from ``DIR/<ranks>/bench.json``.
+garbage, and are not compared. The first rank has the longest band and the frames of all, so the ratio to one rank
+bounds what that many ranks can reach: ``DIR/one_rank.md``, from ``DIR/<ranks>/bench.json``. With ``--every-rank`` the
+others are measured too, one after another (``DIR/<ranks>/rank<N>``): the slowest counts, and the table says by how much
+it is above their mean.
 
 ``bench_decode`` and ``bench_encode`` spread the VAE, ``bench_step`` the tokens.
 """
@@ -14,6 +16,7 @@ the ratio to one rank bounds what that many ranks can reach: ``DIR/one_rank.md``
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,18 +48,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.one_rank", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks, with commas")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--every-rank", action="store_true", help="measure all ranks, not the first alone")
     options, overrides = parser.parse_known_args(arguments)
     counts = [int(one) for one in options.ranks.split(",")]
     for ranks in counts:
-        measure(ranks, options.out / str(ranks), overrides)
+        for rank in range(ranks if options.every_rank else 1):
+            measure(ranks, folder_of(options.out, ranks, rank), overrides, rank)
     table = make_table(options.out, counts)
     (options.out / "one_rank.md").write_text(table)
     sys.stdout.write(table)
     return 0
 
 
-def measure(ranks: int, out_dir: Path, overrides: Sequence[str]) -> None:
-    """The task of ``overrides`` as the first of ``ranks`` ranks; leaves ``bench.json`` in ``out_dir``.
+def folder_of(out: Path, ranks: int, rank: int = 0) -> Path:
+    return out / str(ranks) / (f"rank{rank}" if rank else "")
+
+
+class _Alone(TaskContext):
+    """Writes its rows whichever rank it is."""
+
+    @property
+    def is_first(self) -> bool:
+        return True
+
+
+def measure(ranks: int, out_dir: Path, overrides: Sequence[str], rank: int = 0) -> None:
+    """The task of ``overrides`` as ``rank`` of ``ranks`` ranks; leaves ``bench.json`` in ``out_dir``.
 
     Raises:
         ConfigurationError: the plan cannot run, or there is no way to spread the task.
@@ -64,8 +81,8 @@ def measure(ranks: int, out_dir: Path, overrides: Sequence[str]) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     job = make_job(out_dir, ranks, overrides)
     device = torch.device(job.device)
-    with FakeRanks(ranks) as mesh_of, exact_fp32(job.config.quant.mode == "fp32"):
-        TASKS[job.config.task.name](TaskContext(job, device, mesh_of(job)))
+    with FakeRanks(ranks, rank) as mesh_of, exact_fp32(job.config.quant.mode == "fp32"):
+        TASKS[job.config.task.name](_Alone(job, device, mesh_of(job)))
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -86,10 +103,10 @@ def make_job(out_dir: Path, ranks: int, overrides: Sequence[str]) -> Job:
 
 
 class FakeRanks:
-    """Within it this process is the first of ``ranks`` ranks that do not exist."""
+    """Within it this process is number ``rank`` of ``ranks`` ranks; the others do not exist."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, rank: int = 0) -> None:
+        self._ranks, self._rank = ranks, rank
         self._real: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> "FakeRanks":
@@ -98,14 +115,16 @@ class FakeRanks:
         for module, name, echo in ECHOES:
             self._real.append((module, name, getattr(module, name)))
             setattr(module, name, echo)
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self._ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=self._ranks)
         return self
 
     def __call__(self, job: Job) -> Mesh:
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroup)
         spread = {"ulysses": group} if job.plan.ulysses_size > 1 else {"vae": group}
-        return Mesh(0, 0, 0, 0, **{name: spread.get(name) for name in ("cfg", "ulysses", "vae", "replica")})
+        return Mesh(
+            0, 0, self._rank, self._rank, **{name: spread.get(name) for name in ("cfg", "ulysses", "vae", "replica")}
+        )
 
     def __exit__(self, *_: object) -> None:
         dist.destroy_process_group()
@@ -145,20 +164,34 @@ ECHOES: tuple[tuple[Any, str, Any], ...] = (
 
 
 def make_table(out: Path, counts: Sequence[int]) -> str:
-    """Markdown: each row's time as one of so many ranks, and how many times faster than one rank alone."""
-    lines = ["| ranks | | median ms of one rank | × one rank alone | peak GiB |", "|---|---|---|---|---|"]
+    """Markdown: each row's time as the slowest measured rank, how many times faster than one rank alone, tiles than
+    tiles, and by how much it is above the mean of all ranks, where all were measured."""
+    lines = [
+        "| ranks | | median ms of a rank | × one rank alone | peak GiB | above the mean |",
+        "|---|---|---|---|---|---|",
+    ]
     for ranks in counts:
-        rows = json.loads((out / str(ranks) / "bench.json").read_text())["rows"]
-        alone = rows[0]["median_ms"]
-        for row in rows:
-            own = row is rows[0] or "ranks" in row["name"] or "Ulysses" in row["name"]
-            if not own:
+        measured = [rows for rank in range(ranks) if (rows := read_rows(folder_of(out, ranks, rank)))]
+        whole, tiles = measured[0][0], next((row for row in measured[0] if row["name"].endswith(" tiles")), None)
+        for index, row in enumerate(measured[0]):
+            spread = "ranks" in row["name"] or "Ulysses" in row["name"]
+            if not spread and row not in (whole, tiles):
                 continue
-            peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-            lines.append(
-                f"| {ranks} | {row['name']} | {row['median_ms']:.1f} | {alone / row['median_ms']:.2f} | {peak} |"
-            )
+            times = [rows[index]["median_ms"] for rows in measured] if spread else [row["median_ms"]]
+            alone = tiles if tiles is not None and "tile" in row["name"] else whole
+            peaks = [rows[index]["peak_gib"] for rows in measured if rows[index]["peak_gib"] is not None]
+            peak = f"{max(peaks):.1f}" if peaks else ""
+            above = f"{max(times) / statistics.mean(times) - 1:.1%}" if len(times) == ranks else ""
+            ratio = alone["median_ms"] / max(times)
+            lines.append(f"| {ranks} | {row['name']} | {max(times):.1f} | {ratio:.2f} | {peak} | {above} |")
     return "\n".join(lines) + "\n"
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """None where this rank was not measured."""
+    path = folder / "bench.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return rows
 
 
 if __name__ == "__main__":

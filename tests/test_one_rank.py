@@ -63,6 +63,24 @@ def test_a_rank_gets_back_what_it_sent() -> None:
     assert before == (dist.all_gather, dist.batch_isend_irecv, collectives._all_gather, dist.all_to_all_single)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_every_rank_and_how_far_the_slowest_is_above_their_mean(tmp_path: Path) -> None:
+    overrides = (
+        "model=ltx2_tiny", "model.architecture.vae.decoder_base_channels=8", "task=bench_decode", *TINY[1:3],
+        "request.num_frames=9", "bench.repeats=1", "parallel.vae_strategy=tile", "model.vae.tile_size=96",
+    )  # fmt: skip
+    one_rank.main(["--ranks", "2", "--every-rank", "--out", str(tmp_path), *overrides])
+    first, second = (one_rank.read_rows(one_rank.folder_of(tmp_path, 2, rank))[-1] for rank in (0, 1))
+    assert first["name"] == second["name"] == "vgen tile, 2 ranks"
+    table = (tmp_path / "one_rank.md").read_text().splitlines()
+    serial, shared = (next(line for line in table if name in line) for name in (" tiles |", "vgen tile, 2 ranks"))
+    slowest = max(first["median_ms"], second["median_ms"])
+    mean = (first["median_ms"] + second["median_ms"]) / 2
+    assert f"| {slowest:.1f} |" in shared and shared.endswith(f"| {slowest / mean - 1:.1%} |")
+    # Tiles are compared with tiles.
+    assert " | 1.00 | " in serial
+
+
 def test_refuses_what_has_no_parts(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="task=generate is no benchmark of parts"):
         one_rank.main(["--ranks", "2", "--out", str(tmp_path), *TINY])
