@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 
-from vgen.diffusion.flow_match import FlowSchedule, Grid, Solver, advance, build_flow_schedule
+from vgen.diffusion.flow_match import FlowSchedule, Grid, Solver, StepWeights, advance, build_flow_schedule
 from vgen.diffusion.guidance import UNCOND, Guidance, apply_guidance
 from vgen.diffusion.solver import to_x0
 from vgen.diffusion.wan_guidance import (
@@ -299,3 +299,14 @@ def test_the_loop_of_diffusers(steps: int, boundary: float | None, shift: float,
     assert [model.calls for model in models.values()] == [2 * calls for calls in theirs]
     assert (theirs[1] > 0) == (boundary is not None)
     assert relative(result, expected) <= 1e-6
+
+
+def test_weights_on_a_device_give_the_bits_of_numbers() -> None:
+    """As many terms as a full history has; a captured step reads its weights from memory."""
+    draw = torch.Generator().manual_seed(0)
+    sample, x0, *history = (torch.randn(1000, generator=draw) for _ in range(5))
+    for weights in build_flow_schedule(6, shift=5.0).weights[2:]:
+        read = StepWeights(*(torch.tensor(row, dtype=torch.float32) for row in (weights.corrected, weights.next)))
+        expected, (corrected, *_) = advance(sample, x0, weights, tuple(history))
+        actual, (read_corrected, *_) = advance(sample, x0, read, tuple(history))
+        assert torch.equal(actual, expected) and torch.equal(read_corrected, corrected)

@@ -18,6 +18,8 @@ from vgen.graph.apply import capture_calls, graphs_of
 from vgen.graph.cuda_graph import CudaGraphs
 from vgen.graph.errors import GraphError
 from vgen.graph.pool import GraphPool
+from vgen.parallel.mesh import build_mesh
+from vgen.parallel.plans import ParallelPlan
 from vgen.parallel.ulysses import apply_ulysses
 
 CONFIG = GraphConfig("cuda", "default", "block", "transformer", 1, 8, False, "capture")
@@ -139,3 +141,23 @@ def test_captured_steps_exchange_their_passes() -> None:
     first, second = run_ranks(2, captured_guidance)
     assert first == second == dict.fromkeys(first, True)
     assert len(first) == 5
+
+
+def agreements_of_a_plan() -> list[str]:
+    """What each rank's agreements of a mesh come to, in which ranks are in different numbers of groups."""
+    mesh = build_mesh(ParallelPlan(cfg_size=2, ulysses_size=2, vae_size=3), 4)
+    assert mesh.ulysses is not None
+    found = []
+    for ranks in (dist.get_process_group_ranks(mesh.ulysses), range(4), dist.get_process_group_ranks(mesh.ulysses)):
+        agreement = Agreement(ranks, 10.0)
+        for call in (1, 2):
+            agreement.check(call, bytes(32), "capture")
+        found.append(outcome(lambda agreement=agreement: agreement.check(dist.get_rank(), bytes(32), "eager"))[0])
+    return found
+
+
+def test_ranks_of_several_groups_agree() -> None:
+    for rank, found in enumerate(run_ranks(4, agreements_of_a_plan)):
+        own = "rank 0 is at call 0, key 00000000, to eager, rank 1" if rank < 2 else "rank 2 is at call 2, key"
+        assert own in found[0] and found[2] == found[0]
+        assert all(f"rank {other} is at call {other}" in found[1] for other in range(4))

@@ -124,7 +124,9 @@ def transform(
     ``pool``: of another transformer that never runs at the same time.
     """
     apply_ulysses(transformer, plan, mesh.ulysses)
-    agreement = None if mesh.ulysses is None else Agreement(dist.get_process_group_ranks(mesh.ulysses))
+    agreement = None
+    if job.config.graph.captures and mesh.ulysses is not None:
+        agreement = Agreement(dist.get_process_group_ranks(mesh.ulysses))
     apply_graph(transformer, plan, job.config.graph, device, agreement=agreement, pool=pool)
 
 

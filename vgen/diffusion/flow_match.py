@@ -138,9 +138,13 @@ def advance(sample: Tensor, x0: Tensor, weights: StepWeights, history: History =
 
 
 def _combine(weights: tuple[float, ...] | Tensor, terms: tuple[Tensor, ...]) -> Tensor:
-    # Euler weighs two terms and has no use for a history. A product is rounded before it is added: by a number and by
-    # a tensor alike.
-    total, *rest = (term * weight for weight, term in zip(weights, terms, strict=False))
-    for part in rest:
-        total = total + part
+    """The weighted sum, each product added unrounded where the device can."""
+    # Euler weighs two terms and has no use for a history.
+    (first, total), *rest = zip(weights, terms, strict=False)
+    total = total * first
+    for weight, term in rest:
+        if isinstance(weight, Tensor):
+            total = torch.addcmul(total, term, weight)
+        else:
+            total = torch.add(total, term, alpha=weight)
     return total
