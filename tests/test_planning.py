@@ -199,6 +199,11 @@ def test_graphs_stay_in_memory_to_the_end(tmp_path: Path) -> None:
     assert eager.stages["denoise"] < calls.stages["denoise"] < steps.stages["denoise"]
     assert steps.stages["text_encode"] == eager.stages["text_encode"]
     assert predicted(mode="compile", scope="step").stages == eager.stages
+    for rows, added in (("cuda", True), ("compile", False)):
+        bench = make_job(tmp_path, *FULL, "task=bench_step", f"bench.graphs=[{rows}]")
+        row = predict_run(bench, bench.requests, ("transformer",), 139 * GIB).stages["denoise"]
+        alone = make_job(tmp_path, *FULL, "task=bench_step")
+        assert (row > predict_run(alone, alone.requests, ("transformer",), 139 * GIB).stages["denoise"]) == added
 
 
 def test_what_graphs_would_have_to_do(tmp_path: Path) -> None:

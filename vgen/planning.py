@@ -195,10 +195,17 @@ def _common(choices: Iterable[Choice]) -> Choice:
     return next((choice for choice in found if choice.decode == "tile"), found[0])
 
 
+def _captures(job: Job) -> bool:
+    """Whether calls of the transformers are captured, in a row of a benchmark too."""
+    graph, config = job.config.graph, job.config
+    rows = config.bench.graphs if config.task.name == "bench_step" else ()
+    return graph.captures or any(dataclasses.replace(graph, mode=mode).captures for mode in rows)
+
+
 def _activations(job: Job, request: Request, components: Collection[str]) -> Activations:
     idle = [stage for stage, names in memory.STAGE_WEIGHTS.items() if not set(names) & set(components)]
     work = transforms.activations(job, request, components, spread_of(job, request))
     graph, transformers = job.config.graph, set(memory.STAGE_WEIGHTS["denoise"]) & set(components)
-    if graph.captures and transformers:
+    if _captures(job) and transformers:
         work = work.with_graphs(len(transformers), whole_steps=graph.scope == "step")
     return work.without(idle)
