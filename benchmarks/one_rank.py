@@ -188,7 +188,7 @@ def make_table(out: Path, counts: Sequence[int]) -> str:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """None where this rank was not measured."""
+    """Empty where this rank was not measured."""
     path = folder / "bench.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
     return rows

@@ -248,7 +248,7 @@ def _join_record(job: Job, tried: Sequence[str], total_s: float) -> None:
     whole = record.build_record(config=to_mapping(job.config))
     sizes = {**dataclasses.asdict(job.plan), "vae_size": done["active"]["vae_size"], "world_size": job.num_ranks}
     active = {**done["active"], **sizes, "decode_fallbacks": [*tried, *(done["active"]["decode_fallbacks"] or ())]}
-    own = {name: whole[name] for name in ("config", "cell", "task") if name in whole}
+    own = {name: whole[name] for name in ("config", "cell", "task")}
     timings = {**done["timings_s"], "total": total_s}
     record.write_json_atomic(path, {**done, **own, "active": active, "timings_s": timings})
 

@@ -389,6 +389,12 @@ class DecodeAttempt:
     chunk: int | None
     tiles: TileSettings
 
+    @property
+    def settings(self) -> str:
+        """What asks for it on a command line."""
+        chunk = [f"model.vae.chunk={self.chunk}"] if self.chunk is not None else []
+        return " ".join([*chunk, *([f"model.vae.tile_size={self.tiles.tile_size}"] if self.decode in TILED else [])])
+
 
 def decode_ladder(attempt: DecodeAttempt, latent_frames: int, *, chunked: bool) -> tuple[DecodeAttempt, ...]:
     """What to try, one after another, where ``attempt`` ran out of memory; every rung needs less than the one before.

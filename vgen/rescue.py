@@ -6,7 +6,6 @@ job ends, and its latents, which are on disk, are decoded by new ranks that hold
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from vgen.families import ltx2, wan
 from vgen.job import Job
@@ -43,8 +42,7 @@ def attempts(job: Job, kind: str | None, stage: str | None) -> tuple[Attempt, ..
     tried = [Attempt("latents decoded by themselves", alone)]
     ranks = job.plan.replica_size
     if ranks > job.plan.vae_size and job.config.parallel.vae_strategy in ("auto", "whole", "halo"):
-        alone = _with_parallel(alone, ranks, "halo")
-        tried.append(Attempt(f"parallel.vae_size={ranks} parallel.vae_strategy=halo", alone))
+        tried.append(Attempt(f"parallel.vae_size={ranks} parallel.vae_strategy=halo", _in_bands(alone, ranks)))
     # A single rank goes down this ladder by itself.
     if tried[-1].job.plan.vae_size > 1:
         tried += _smaller(tried[-1].job)
@@ -64,23 +62,22 @@ def _decode_job(job: Job) -> Job:
     return replace(job, config=replace(job.config, parallel=parallel, task=task, graph=graph))
 
 
-def _with_parallel(job: Job, vae_size: int, strategy: Literal["halo"]) -> Job:
-    parallel = replace(job.config.parallel, vae_size=vae_size, vae_strategy=strategy)
+def _in_bands(job: Job, ranks: int) -> Job:
+    parallel = replace(job.config.parallel, vae_size=ranks, vae_strategy="halo")
     return replace(job, config=replace(job.config, parallel=parallel))
 
 
 def _smaller(job: Job) -> Iterator[Attempt]:
     vae, strategy = job.config.model.vae, job.config.parallel.vae_strategy
-    chunked = job.config.model.family == "wan" and vae.backend == "native"
-    longest = max((request.num_frames - 1) // 4 + 1 for request in job.requests)
-    decode = "whole" if strategy == "auto" else strategy
-    for rung in decode_ladder(DecodeAttempt(decode, vae.chunk, _tiles(job)), longest, chunked=chunked):
-        changed = replace(vae, chunk=rung.chunk, tile_size=rung.tiles.tile_size)
-        said = [f"model.vae.chunk={rung.chunk}"] if chunked else []
-        if changed.tile_size != vae.tile_size:
-            said.append(f"model.vae.tile_size={changed.tile_size}")
+    longest, chunk = 1, None
+    if chunked := job.config.model.family == "wan" and vae.backend == "native":
+        compression, chunk = job.architecture.vae.scale_factor_temporal, vae.chunk
+        longest = max((request.num_frames - 1) // compression + 1 for request in job.requests)
+    attempt = DecodeAttempt("whole" if strategy == "auto" else strategy, chunk, _tiles(job))
+    for rung in decode_ladder(attempt, longest, chunked=chunked):
+        changed = replace(vae, tile_size=rung.tiles.tile_size, chunk=rung.chunk if chunked else vae.chunk)
         config = replace(job.config, model=replace(job.config.model, vae=changed))
-        yield Attempt(" ".join(said), replace(job, config=config))
+        yield Attempt(rung.settings, replace(job, config=config))
 
 
 def _tiles(job: Job) -> TileSettings:

@@ -131,7 +131,7 @@ def ltx2_latents(make_step: Callable[[Any], Any], request: Any) -> list[Tensor]:
     return steps
 
 
-def check_ltx2(case: LTX2Case, device: torch.device, backend: Backend) -> GraphStats:
+def check_ltx2(case: LTX2Case, device: torch.device, backend: Backend) -> list[GraphStats]:
     model = build(lambda: LTX2Transformer(LTX2_STEP)).to(device)
     requests = [ltx2_request(case, seed, device) for seed in (1, 2)]
     expected = [ltx2_latents(partial(ltx2_denoise.build_serial_step, model), request) for request in requests]
@@ -145,7 +145,7 @@ def check_ltx2(case: LTX2Case, device: torch.device, backend: Backend) -> GraphS
         assert len(made) == len(expected[turn])
     stats = graphs.stats()
     assert (stats.captures, stats.replays) == (case.graphs, 3 * (len(SIGMAS) - 1) - case.graphs)
-    return stats
+    return [stats]
 
 
 def wan_request(case: WanCase, seed: int, device: torch.device) -> tuple[Any, ...]:
@@ -208,14 +208,23 @@ def check_wan(case: WanCase, device: torch.device, backend: Backend) -> list[Gra
     return stats
 
 
-@pytest.mark.parametrize("name", LTX2_CASES)
-def test_a_step_of_ltx2(name: str) -> None:
-    check_ltx2(LTX2_CASES[name], torch.device("cpu"), TapeBackend())
+CASES: dict[str, LTX2Case | WanCase] = {
+    **{f"LTX-2, {name}": case for name, case in LTX2_CASES.items()},
+    **{f"Wan, {name}": case for name, case in WAN_CASES.items()},
+}
 
 
-@pytest.mark.parametrize("name", WAN_CASES)
-def test_a_step_of_wan(name: str) -> None:
-    check_wan(WAN_CASES[name], torch.device("cpu"), TapeBackend())
+def check(name: str, device: torch.device, backend: Backend) -> list[GraphStats]:
+    """That captured steps give the latents of direct ones; what each transformer's graphs did."""
+    case = CASES[name]
+    if isinstance(case, LTX2Case):
+        return check_ltx2(case, device, backend)
+    return check_wan(case, device, backend)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_one_called_directly(name: str) -> None:
+    assert check(name, torch.device("cpu"), TapeBackend())
 
 
 SPELL = """
@@ -282,17 +291,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("name", LTX2_CASES)
-def test_a_step_of_ltx2_on_a_gpu(name: str, no_waiting: list[bool]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_a_gpu_is_the_one_called_directly_and_waits_for_nothing(name: str, no_waiting: list[bool]) -> None:
     device = torch.device("cuda")
-    stats = check_ltx2(LTX2_CASES[name], device, CudaBackend(device))
-    assert len(no_waiting) == stats.captures
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("name", WAN_CASES)
-def test_a_step_of_wan_on_a_gpu(name: str, no_waiting: list[bool]) -> None:
-    device = torch.device("cuda")
-    stats = check_wan(WAN_CASES[name], device, CudaBackend(device))
+    stats = check(name, device, CudaBackend(device))
     assert len(no_waiting) == sum(one.captures for one in stats)

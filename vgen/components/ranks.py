@@ -13,7 +13,7 @@ from vgen.graph.apply import apply_graph, capture_step
 from vgen.graph.backend import CudaBackend
 from vgen.graph.pool import GraphPool
 from vgen.job import Job
-from vgen.memory import GIB, TILED, Decode, DecodeAttempt, decode_ladder
+from vgen.memory import GIB, Decode, DecodeAttempt, decode_ladder
 from vgen.models.plan import Plan
 from vgen.parallel.balance import plan_grid
 from vgen.parallel.guidance import build_run_passes
@@ -90,12 +90,7 @@ def fallbacks(
     if share.mesh.vae is not None:
         return ()
     ladder = decode_ladder(DecodeAttempt(share.strategy, chunk, share.settings), latent_frames, chunked=chunked)
-    return tuple(Fallback(_rung_name(rung), build(_with_rung(share, rung))) for rung in ladder)
-
-
-def _rung_name(rung: DecodeAttempt) -> str:
-    named = [f"model.vae.chunk={rung.chunk}"] if rung.chunk is not None else []
-    return " ".join([*named, *([f"model.vae.tile_size={rung.tiles.tile_size}"] if rung.decode in TILED else [])])
+    return tuple(Fallback(rung.settings, build(_with_rung(share, rung))) for rung in ladder)
 
 
 def _with_rung(share: VaeShare, rung: DecodeAttempt) -> VaeShare:
@@ -124,10 +119,7 @@ def transform(
     ``pool``: of another transformer that never runs at the same time.
     """
     apply_ulysses(transformer, plan, mesh.ulysses)
-    agreement = None
-    if job.config.graph.captures and mesh.ulysses is not None:
-        agreement = Agreement(dist.get_process_group_ranks(mesh.ulysses))
-    apply_graph(transformer, plan, job.config.graph, device, agreement=agreement, pool=pool)
+    apply_graph(transformer, plan, job.config.graph, device, agreement=agreement_of_calls(mesh), pool=pool)
 
 
 def captured_step(
@@ -137,6 +129,11 @@ def captured_step(
     if pool is None or job.config.graph.scope != "step":
         return run
     return capture_step(run, transformer, job.config.graph, pool, agreement=agreement_of_steps(job, mesh))
+
+
+def agreement_of_calls(mesh: Mesh) -> Agreement | None:
+    """Of the ranks that a call of the transformer has exchanges with."""
+    return None if mesh.ulysses is None else Agreement(dist.get_process_group_ranks(mesh.ulysses))
 
 
 def agreement_of_steps(job: Job, mesh: Mesh) -> Agreement | None:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vgen import record
-from vgen.components.ranks import VaeShare, agreement_of_steps, denoises, passes_over
+from vgen.components.ranks import VaeShare, agreement_of_calls, agreement_of_steps, denoises, passes_over
 from vgen.config import GraphConfig
-from vgen.graph.agreement import Agreement
 from vgen.graph.apply import capture_calls, capture_step, graphs_of, release_calls
 from vgen.graph.backend import CudaBackend
 from vgen.graph.compile import compile_blocks
@@ -203,10 +202,8 @@ def rows_of_graphs(
     facts: dict[str, Any] = {"break_even_steps": {}, "equal_bits": {}, "idle_share": {}, "launches": {}}
     modes: list[Literal["eager", "compile", "cuda", "compile_cuda"]] = ["eager", *config.bench.graphs]
     for mode in modes if config.bench.graphs or step is not None else ():
-        graph, name = (
-            dataclasses.replace(config.graph, mode=mode),
-            f"vgen {mode}" if step is None else f"vgen step, {mode}",
-        )
+        graph = dataclasses.replace(config.graph, mode=mode)
+        name = f"vgen {mode}" if step is None else f"vgen step, {mode}"
         compile_blocks(transformer, plan, graph)
         graphs = _capture(context, transformer, graph, step)
         timed = call
@@ -240,7 +237,7 @@ def _capture(
         return None
     pool = GraphPool(CudaBackend(context.device))
     if step is None or graph.scope == "transformer":
-        capture_calls(transformer, graph, pool, agreement=_agreement(context))
+        capture_calls(transformer, graph, pool, agreement=agreement_of_calls(context.mesh))
         return graphs_of(transformer)
     return capture_step(step.run, transformer, graph, pool, agreement=agreement_of_steps(context.job, context.mesh))
 
@@ -249,11 +246,6 @@ def _eager(rows: Bench, context: TaskContext) -> Measurement:
     """One pass, or step, without graphs, over the ranks that a captured one is over."""
     spread = [row for row in rows.rows if row.name.startswith("vgen, Ulysses")]
     return spread[0] if spread and context.job.plan.ulysses_size > 1 else rows.rows[0]
-
-
-def _agreement(context: TaskContext) -> Agreement | None:
-    group = context.mesh.ulysses
-    return None if group is None else Agreement(dist.get_process_group_ranks(group))
 
 
 def _break_even(eager: Measurement, other: Measurement) -> int | None:

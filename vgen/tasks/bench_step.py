@@ -48,14 +48,14 @@ def _run_ltx2(context: TaskContext) -> RankResult:
     text = _random_text(job, device, dtype)
     rows = Bench(context)
     with torch.no_grad():
+        if bench.steps:
+            rows.write(**_rows_of_steps(rows, context, transformer, latents, text))
+            return result
         prepared = transformer.prepare_text(text.video, "video"), transformer.prepare_text(text.audio, "audio")
 
         def ours() -> tuple[Tensor, Tensor]:
             return _forward(transformer, geometry, latents, *prepared)
 
-        if bench.steps:
-            rows.write(**_rows_of_steps(rows, context, transformer, latents, text))
-            return result
         rows.row("vgen eager", ours)
         if transformer.config.caption_projection:
             name = "vgen, text each step"

@@ -54,15 +54,15 @@ def step(context: TaskContext) -> RankResult:
     timestep = torch.full((1,), TIMESTEP, device=device)
     rows = Bench(context)
     with torch.no_grad():
+        if bench.steps:
+            rows.write(**_rows_of_steps(rows, context, transformer, text, image))
+            return result
         prepared = transformer.prepare_text(text, image)
 
         def ours(timestep: Tensor = timestep, lookup: Tensor | None = None) -> Tensor:
             tokens = patchify(latents, geometry)
             return unpatchify(transformer(Stream(tokens, timestep, prepared, rows=lookup), rope), geometry)
 
-        if bench.steps:
-            rows.write(**_rows_of_steps(rows, context, transformer, text, image))
-            return result
         rows.row("vgen eager", ours)
         if job.architecture.kind == "ti2v":
             held = hold_first_frames(latents[:, :, :1], geometry.latent_frames)
